@@ -1,0 +1,28 @@
+# The two commands of the README, and the checks behind them.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test test-long lint clean
+
+demo: $(VENV)/ready
+	$(BIN)/eeplan demo --out reports/demo
+
+test: $(VENV)/ready lint
+	$(BIN)/pytest
+
+test-long: $(VENV)/ready
+	$(BIN)/pytest -m long
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV) || { echo "make: needs $(PYTHON) with venv (Debian: apt install python3.11-venv)"; exit 1; }
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[runtime,dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info

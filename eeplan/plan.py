@@ -1,0 +1,188 @@
+"""What was decided and why: the plan file (plan.yaml).
+
+A plan embeds its run and the stage costs it was judged by, so that simulating, training and reporting need
+no other file but the data. Deciding is ``sim.search``.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveInt
+
+from eeplan.errors import PlanError
+from eeplan.schema import Model, dump_yaml, load_yaml
+from eeplan.files import sha256_bytes, write_text
+from eeplan.spec import Boundary, ExitForward, HeadKind, RunSpec, with_data_paths
+
+Count = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0.0)]
+
+
+class PlannedExit(Model):
+    """One early exit, placed."""
+
+    layer: PositiveInt
+    boundary: Boundary
+    depth: PositiveInt
+    """Layers computed before the exit; names it in logs and checkpoints (``exit_<depth>``)."""
+    stage: Count
+    head: HeadKind
+    tied: bool
+    target_weight: Annotated[float, Field(ge=0.0)]
+    effective_weight: Annotated[float, Field(ge=0.0)]
+    """Weight that the runtime applies; equals the target unless bubble filling corrects it."""
+
+
+class MemoryBreakdown(Model):
+    """Predicted peak bytes of one stage (facts 3); ``peak_bytes`` is their sum without the process base."""
+
+    parameters: Count
+    """Parameters held by one rank of the stage."""
+    state_bytes: Count
+    """Parameters, gradients and optimizer state."""
+    in_flight: Count
+    """Most microbatches alive between their forward and backward."""
+    activation_bytes_per_microbatch: Count
+    activation_bytes: Count
+    """Kept for backward by all microbatches in flight at the peak."""
+    transient_bytes: Count
+    """Of the op that runs at the peak: logits, recomputed exits, temporaries."""
+    peak_bytes: Count
+    process_base_bytes: Count
+    headroom_bytes: int | None
+    """Device limit minus peak and process base; None without a limit."""
+
+
+class StagePlan(Model):
+    """Layers, exits and predicted costs of one pipeline stage. Layers are numbered from 1, inclusive."""
+
+    first_layer: PositiveInt
+    last_layer: PositiveInt
+    exit_depths: tuple[int, ...]
+    forward_s: Seconds
+    """One microbatch's forward on this stage, eager exits included."""
+    backward_s: Seconds
+    """One microbatch's backward, deferred exit forwards included."""
+    exit_s: Seconds
+    """The part of forward plus backward that the exits cost."""
+    output_bytes: Count
+    """Size of the message to the next stage; 0 on the last."""
+    kept_bytes: Count
+    """Alive per microbatch between forward and backward."""
+    forward_transient_bytes: Count
+    """Beyond ``kept_bytes`` during the forward."""
+    backward_transient_bytes: Count
+    """Beyond ``kept_bytes`` during the backward."""
+    optimizer_s: Seconds
+    grad_sync_s: Seconds
+    memory: MemoryBreakdown
+
+
+class Prediction(Model):
+    """What the simulator expects of one training iteration."""
+
+    iteration_time_s: Seconds
+    pipeline_s: Seconds
+    grad_sync_s: Seconds
+    optimizer_s: Seconds
+    overhead_s: Seconds
+    """Per iteration, outside the three parts above."""
+    baseline_iteration_time_s: Seconds
+    """The same model, split and schedule without exits."""
+    time_overhead: float
+    """``iteration_time_s / baseline_iteration_time_s - 1``."""
+    upper_bound_s: Seconds
+    """The paper's closed-form bound on the pipeline part (3.2)."""
+    closed_form_s: Seconds | None
+    """Exact closed form of the pipeline part without p2p; None where it does not hold (M < P)."""
+    bubble_fraction: Annotated[float, Field(ge=0.0, le=1.0)]
+    """Idle share of all stages during the pipeline part."""
+    bubble_fill_capacity: Count
+    """Partial microbatches that fit one explicit bubble region (paper 3.3)."""
+    tokens_per_s: Annotated[float, Field(ge=0.0)]
+
+
+class Decision(Model):
+    """One automatic choice: what, why, and what came second."""
+
+    subject: str
+    choice: str
+    reason: str
+    rejected: str = ""
+    """Best rejected alternative with its numbers; empty when the user fixed the choice."""
+
+
+class Certificate(Model):
+    """How much of the space of placements the search has settled."""
+
+    optimal: bool
+    evaluated: Count
+    space_size: Count
+
+
+class Plan(Model):
+    """The whole plan file."""
+
+    schema_version: Literal[1]
+    eeplan_version: str
+    run_sha256: str
+    profile_sha256: str
+    run: RunSpec
+    exits: tuple[PlannedExit, ...]
+    exit_forward: ExitForward
+    schedule: Literal["1f1b"]
+    num_microbatches: PositiveInt
+    p2p_latency_s: Seconds
+    p2p_bandwidth_bytes_per_s: Annotated[float, Field(gt=0.0)]
+    stages: tuple[StagePlan, ...]
+    prediction: Prediction
+    decisions: tuple[Decision, ...]
+    certificate: Certificate
+    extrapolated_ops: tuple[str, ...]
+    """Ops whose cost was not measured at the size used."""
+    content_sha256: str = ""
+    """Hash of everything above; a plan edited by hand is refused."""
+
+    @property
+    def final_exit_weight(self) -> float:
+        """Weight of the last layer's loss."""
+        return 1.0
+
+
+def content_hash(plan: Plan) -> str:
+    """SHA-256 of the plan without its own hash field."""
+    return sha256_bytes(dump_yaml(plan.model_copy(update={"content_sha256": ""})).encode())
+
+
+def write_plan(path: Path, plan: Plan) -> Plan:
+    """Write a plan whole; data paths become relative to its folder.
+
+    Returns:
+        The plan as written, with its hash.
+    """
+    folder = path.parent.resolve()
+    run = with_data_paths(plan.run, lambda p: os.path.relpath(folder / p, folder))
+    plan = plan.model_copy(update={"run": run})
+    plan = plan.model_copy(update={"content_sha256": content_hash(plan)})
+    write_text(path, "# Written by `eeplan plan`. Edit the run file and plan again instead.\n" + dump_yaml(plan))
+    return plan
+
+
+def load_plan(path: Path) -> Plan:
+    """Read a plan; data paths become absolute. The hash is kept as written.
+
+    Raises:
+        FileError, SchemaError. PlanError: the file was edited after it was written.
+    """
+    plan, _ = load_yaml(path, Plan, "plan")
+    expected = content_hash(plan)
+    if plan.content_sha256 != expected:
+        raise PlanError(
+            f"plan {path}: content_sha256 is {plan.content_sha256[:12] or 'empty'}…, its content hashes to "
+            f"{expected[:12]}…; it was edited after `eeplan plan` wrote it, plan again from the run file"
+        )
+    run = with_data_paths(plan.run, lambda p: str((path.parent / p).resolve()))
+    return plan.model_copy(update={"run": run})
