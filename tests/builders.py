@@ -54,7 +54,7 @@ def run_document(**dotted_overrides: Any) -> dict[str, Any]:
 
 
 def make_run(**dotted_overrides: Any) -> RunSpec:
-    """A valid run of 8 layers on 2 stages and 8 microbatches, with keys replaced as in :func:`run_document`."""
+    """A valid run of 8 layers, 2 stages and 8 microbatches; overrides as in :func:`run_document`."""
     return validate(run_document(**dotted_overrides), RunSpec, "run")
 
 
