@@ -16,6 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from eeplan.errors import ScheduleError
+
 
 class Op(Enum):
     """What one instruction does."""
@@ -55,3 +57,67 @@ class Schedule:
     def num_stages(self) -> int:
         """Pipeline stages (P)."""
         return len(self.stages)
+
+
+def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
+    """The 1F1B schedule with its messages, for any number of stages and microbatches.
+
+    Raises:
+        ScheduleError: fewer than one stage or microbatch.
+    """
+    return with_messages(compute_order(num_stages, num_microbatches))
+
+
+def compute_order(num_stages: int, num_microbatches: int) -> Schedule:
+    """1F1B without messages: stage i (from 0) warms up with min(P-1-i, M) forwards, then alternates one
+    forward and one backward, then drains the backwards that are left.
+
+    Raises:
+        ScheduleError: fewer than one stage or microbatch.
+    """
+    for name, value in (("stages", num_stages), ("microbatches", num_microbatches)):
+        if value < 1:
+            raise ScheduleError(f"a schedule of {value} {name} was asked for; give at least 1")
+    # An instruction is immutable, so all stages share one object for each microbatch.
+    forward = [Instruction(Op.FORWARD, m) for m in range(num_microbatches)]
+    backward = [Instruction(Op.BACKWARD, m) for m in range(num_microbatches)]
+    stages = []
+    for stage in range(num_stages):
+        warm_up = min(num_stages - 1 - stage, num_microbatches)
+        steady = num_microbatches - warm_up
+        order = forward[:warm_up]
+        for m in range(steady):
+            order += (forward[warm_up + m], backward[m])
+        stages.append((*order, *backward[steady:]))
+    return Schedule(num_microbatches, tuple(stages))
+
+
+def with_messages(schedule: Schedule) -> Schedule:
+    """Insert the sends and receives that a compute order needs.
+
+    Between two ops of a stage lie the first one's send and the second one's receive. If the two are of
+    different directions, the forward message comes first, as in Megatron's ``send_forward_recv_backward`` and
+    ``send_backward_recv_forward``. So both ends of a link agree, and no cycle of waits can form even if each
+    send blocks until its receive is posted:
+
+        F0 (sf0 rb0) B0     a forward, then a backward: send the hidden states, then await the gradient
+        B0 (rf1 sb0) F1     a backward, then a forward: receive the hidden states, then send the gradient
+    """
+    messages = {op: [Instruction(op, m) for m in range(schedule.num_microbatches)] for op in Op}
+    last = schedule.num_stages - 1
+    stages = []
+    for stage, order in enumerate(schedule.stages):
+        program: list[Instruction] = []
+        pending: Instruction | None = None
+        for compute in order:
+            forward = compute.op is Op.FORWARD
+            receive, receives = (Op.RECV_FORWARD, stage > 0) if forward else (Op.RECV_BACKWARD, stage < last)
+            send, sends = (Op.SEND_FORWARD, stage < last) if forward else (Op.SEND_BACKWARD, stage > 0)
+            exchange = [messages[receive][compute.microbatch]] if receives else []
+            if pending is not None:
+                gradient_waits = pending.op is Op.SEND_BACKWARD and forward
+                exchange.insert(len(exchange) if gradient_waits else 0, pending)
+            program += (*exchange, compute)
+            pending = messages[send][compute.microbatch] if sends else None
+        stages.append(tuple(program) if pending is None else (*program, pending))
+    return Schedule(schedule.num_microbatches, tuple(stages))
