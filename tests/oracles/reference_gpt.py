@@ -165,6 +165,12 @@ def layer(params: Parameters, prefix: str, model: ModelSpec, x_BSH: Tensor) -> T
     return x_BSH + swiglu(params, prefix + "mlp.", normed)
 
 
+def tied_matrix_name(model: ModelSpec) -> str:
+    """The vocabulary matrix of the final head and of tied exits."""
+    untied = model.untie_embeddings_and_output_weights
+    return "output_layer.weight" if untied else "embedding.word_embeddings.weight"
+
+
 def embed(params: Parameters, tokens_BS: Tensor) -> Tensor:
     """Hidden states before the first layer [B, S, H]."""
     return params["embedding.word_embeddings.weight"][tokens_BS]
@@ -173,7 +179,7 @@ def embed(params: Parameters, tokens_BS: Tensor) -> Tensor:
 def exit_logits(params: Parameters, model: ModelSpec, exit_: PlannedExit, x_BSH: Tensor) -> Tensor:
     """Logits [B, S, V] of an early exit from the hidden states after ``exit_.depth`` layers.
 
-    A tied exit uses the input embedding's matrix.
+    A tied exit shares the final head's matrix.
     """
     prefix, eps = f"exits.{exit_.depth}.", model.layernorm_epsilon
     if exit_.head == "mlp":
@@ -183,15 +189,14 @@ def exit_logits(params: Parameters, model: ModelSpec, exit_: PlannedExit, x_BSH:
         x_BSH = layer(params, prefix + "block.", model, x_BSH)
     if exit_.head != "minimal":
         x_BSH = rms_norm(x_BSH, params[prefix + "norm.weight"], eps)
-    matrix = "embedding.word_embeddings.weight" if exit_.tied else prefix + "output_layer.weight"
+    matrix = tied_matrix_name(model) if exit_.tied else prefix + "output_layer.weight"
     return x_BSH @ params[matrix].T
 
 
 def final_logits(params: Parameters, model: ModelSpec, x_BSH: Tensor) -> Tensor:
     """Logits [B, S, V] of the last layer's head."""
     x_BSH = rms_norm(x_BSH, params["decoder.final_layernorm.weight"], model.layernorm_epsilon)
-    untied = model.untie_embeddings_and_output_weights
-    return x_BSH @ params["output_layer.weight" if untied else "embedding.word_embeddings.weight"].T
+    return x_BSH @ params[tied_matrix_name(model)].T
 
 
 def logits(

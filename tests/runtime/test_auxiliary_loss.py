@@ -139,13 +139,12 @@ def parameters_of_stage(
     per_stage = LAYERS // STAGES
     wanted = [f"decoder.layers.{i}." for i in range(index * per_stage, (index + 1) * per_stage)]
     wanted += [f"exits.{e.depth}." for e in exits]
-    if index == STAGES - 1:
-        wanted += ["decoder.final_layernorm.", "output_layer."]
-    tied_here = any(e.tied for e in exits) or (
-        index == STAGES - 1 and not run.model.untie_embeddings_and_output_weights
-    )
-    if index == 0 or tied_here:
+    if index == 0:
         wanted.append("embedding.")
+    if index == STAGES - 1:
+        wanted.append("decoder.final_layernorm.")
+    if index == STAGES - 1 or any(e.tied for e in exits):
+        wanted.append(gpt.tied_matrix_name(run.model))
     return {
         name: value.detach().clone().requires_grad_()
         for name, value in params.items()
