@@ -1,0 +1,89 @@
+"""Core attention on ``torch.nn.functional.scaled_dot_product_attention``.
+
+Goes into megatron-core's SelfAttention through the layer spec. It keeps no [s, s] matrix, on CPU or GPU, and
+it can read keys and values from a store while decoding.
+
+Shape suffixes: S query positions, K key positions, B batch, N query heads, G key/value heads, D head channels.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+class KeyValueView(Protocol):
+    """One layer's window on a key/value store, while a decoder runs that layer."""
+
+    def extend(self, key_SBGD: Tensor, value_SBGD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Store new keys and values.
+
+        Returns:
+            All keys [K, B, G, D] and values [K, B, G, D] to attend to, and a boolean mask [B or 1, 1, S, K]
+            that is True where a query may look, or None when every query may look at every key.
+        """
+        ...
+
+
+class SdpaCoreAttention(torch.nn.Module):
+    """Causal attention with grouped key/value heads, in the signature megatron-core expects."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__()
+        self.softmax_scale = softmax_scale
+        self.dropout_p = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.store: KeyValueView | None = None
+        """Set by a decoder around one forward; None while training."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: [S, B, N, D]; key, value: [S, B, G, D]. Rotary embedding is already applied.
+            attention_mask: ignored; the mask is causal, or the store's.
+
+        Returns:
+            [S, B, N * D].
+        """
+        mask: Tensor | None = None
+        causal = self.store is None
+        if self.store is not None:
+            key, value, mask = self.store.extend(key, value)
+        query_BNSD, key_BGKD, value_BGKD = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        context_BNSD = scaled_dot_product_attention(
+            query_BNSD,
+            key_BGKD,
+            value_BGKD,
+            attn_mask=mask,
+            dropout_p=self.dropout_p if self.training else 0.0,
+            is_causal=causal,
+            scale=self.softmax_scale,
+            enable_gqa=query.shape[2] != key.shape[2],
+        )
+        seq, batch = query.shape[:2]
+        return context_BNSD.permute(2, 0, 1, 3).reshape(seq, batch, -1)

@@ -1,0 +1,195 @@
+"""Interprets a schedule on one stage: runs its ops, moves its messages, records what happened when.
+
+The executor knows nothing about models: it is given a computation with ``forward`` and ``backward``. Messages
+travel in two process groups, one per direction, so that a back-end whose sends wait for their receive can
+never block one direction on the other. Receives are posted one ahead on each channel; tensors being sent are
+owned until the transport is done with them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from eeplan.runtime.clock import Clock, Mark
+from eeplan.runtime.stage import Batch
+from eeplan.sim.schedule import Instruction, Op, Schedule
+from eeplan.timeline import Direction, SpanKind
+
+
+class Computation(Protocol):
+    """What a stage computes; see ``stage.StageComputation``."""
+
+    def forward(self, microbatch: int, received: Tensor | None, batch: Batch) -> Tensor | None:
+        """Hidden states for the next stage, or None on the last."""
+        ...
+
+    def backward(self, microbatch: int, gradient: Tensor | None) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Gradient for the previous stage (None on the first) and this stage's losses."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedSpan:
+    """A span whose ends are still marks of the device's clock."""
+
+    kind: SpanKind
+    microbatch: int
+    start: Mark
+    end: Mark
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedMessage:
+    """When a message was handed to the transport, or had been received."""
+
+    direction: Direction
+    microbatch: int
+    is_send: bool
+    at: Mark
+
+
+@dataclass(frozen=True, slots=True)
+class IterationRecord:
+    """One stage's part of one iteration: its spans, messages, and losses of every microbatch."""
+
+    spans: list[MarkedSpan]
+    messages: list[MarkedMessage]
+    losses: list[dict[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """Process groups and ranks of a stage's neighbours."""
+
+    forward_group: Any
+    backward_group: Any
+    previous_rank: int | None
+    next_rank: int | None
+    message_shape: tuple[int, int, int]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Executor:
+    """Runs one stage of a schedule, iteration after iteration."""
+
+    def __init__(
+        self, schedule: Schedule, stage: int, computation: Computation, channels: Channels, clock: Clock
+    ) -> None:
+        self._instructions = schedule.stages[stage]
+        self._computation = computation
+        self._channels = channels
+        self._clock = clock
+        self._receive_order = {
+            op: [i.microbatch for i in self._instructions if i.op is op]
+            for op in (Op.RECV_FORWARD, Op.RECV_BACKWARD)
+        }
+
+    def run(self, batches: Callable[[int], Batch]) -> IterationRecord:
+        """Execute every instruction once.
+
+        Args:
+            batches: microbatch number to its text.
+        """
+        return _Iteration(
+            self._instructions, self._receive_order, self._computation, self._channels, self._clock, batches
+        ).run()
+
+
+class _Iteration:
+    """The state of one pass over the instructions."""
+
+    def __init__(
+        self,
+        instructions: Sequence[Instruction],
+        receive_order: dict[Op, list[int]],
+        computation: Computation,
+        channels: Channels,
+        clock: Clock,
+        batches: Callable[[int], Batch],
+    ) -> None:
+        self.instructions = instructions
+        self.computation = computation
+        self.channels = channels
+        self.clock = clock
+        self.batches = batches
+        self.to_receive = {op: deque(order) for op, order in receive_order.items()}
+        self.posted: dict[Op, tuple[Any, Tensor, int]] = {}
+        self.sending: deque[tuple[Any, Tensor]] = deque()
+        self.inputs: dict[tuple[Op, int], Tensor | None] = {}
+        self.outputs: dict[tuple[Op, int], Tensor | None] = {}
+        self.record = IterationRecord([], [], [])
+
+    def run(self) -> IterationRecord:
+        for op in self.to_receive:
+            self._post_receive(op)
+        for instruction in self.instructions:
+            if instruction.op is Op.FORWARD:
+                self._forward(instruction.microbatch)
+            elif instruction.op is Op.BACKWARD:
+                self._backward(instruction.microbatch)
+            elif instruction.op in (Op.SEND_FORWARD, Op.SEND_BACKWARD):
+                self._send(instruction.op, instruction.microbatch)
+            else:
+                self._receive(instruction.op, instruction.microbatch)
+        while self.sending:
+            self.sending.popleft()[0].wait()
+        return self.record
+
+    def _forward(self, microbatch: int) -> None:
+        received = self.inputs.pop((Op.RECV_FORWARD, microbatch), None)
+        batch = self.batches(microbatch)
+        start = self.clock.mark()
+        output = self.computation.forward(microbatch, received, batch)
+        self.record.spans.append(MarkedSpan("forward", microbatch, start, self.clock.mark()))
+        self.outputs[Op.SEND_FORWARD, microbatch] = output
+
+    def _backward(self, microbatch: int) -> None:
+        gradient = self.inputs.pop((Op.RECV_BACKWARD, microbatch), None)
+        start = self.clock.mark()
+        input_gradient, losses = self.computation.backward(microbatch, gradient)
+        self.record.spans.append(MarkedSpan("backward", microbatch, start, self.clock.mark()))
+        self.record.losses.append(losses)
+        self.outputs[Op.SEND_BACKWARD, microbatch] = input_gradient
+
+    def _send(self, op: Op, microbatch: int) -> None:
+        tensor = self.outputs.pop((op, microbatch))
+        assert tensor is not None, f"{op} of microbatch {microbatch} has nothing to send"
+        tensor = tensor.contiguous()
+        forward = op is Op.SEND_FORWARD
+        target = self.channels.next_rank if forward else self.channels.previous_rank
+        group = self.channels.forward_group if forward else self.channels.backward_group
+        while self.sending and self.sending[0][0].is_completed():
+            self.sending.popleft()
+        work = dist.isend(tensor, dst=target, group=group, tag=microbatch)
+        self.sending.append((work, tensor))
+        direction: Direction = "forward" if forward else "backward"
+        self.record.messages.append(MarkedMessage(direction, microbatch, True, self.clock.mark()))
+
+    def _receive(self, op: Op, microbatch: int) -> None:
+        work, buffer, posted_for = self.posted.pop(op)
+        assert posted_for == microbatch, f"{op} posted for {posted_for}, wanted {microbatch}"
+        work.wait()
+        direction: Direction = "forward" if op is Op.RECV_FORWARD else "backward"
+        self.record.messages.append(MarkedMessage(direction, microbatch, False, self.clock.mark()))
+        self.inputs[op, microbatch] = buffer
+        self._post_receive(op)
+
+    def _post_receive(self, op: Op) -> None:
+        if not self.to_receive[op]:
+            return
+        microbatch = self.to_receive[op].popleft()
+        forward = op is Op.RECV_FORWARD
+        source = self.channels.previous_rank if forward else self.channels.next_rank
+        group = self.channels.forward_group if forward else self.channels.backward_group
+        buffer = torch.empty(
+            self.channels.message_shape, dtype=self.channels.dtype, device=self.channels.device
+        )
+        self.posted[op] = (dist.irecv(buffer, src=source, group=group, tag=microbatch), buffer, microbatch)

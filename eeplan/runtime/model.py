@@ -1,0 +1,336 @@
+"""EarlyExitGPT: megatron-core's GPTModel with output heads on intermediate layers.
+
+The class holds the layers and exits of one pipeline stage; with one stage it is the whole model. Parameter
+names are those of a stock Megatron GPT, plus ``exits.<depth>.…``. When a layer or a head runs is decided by
+the caller (``stage.py`` in training, ``decode/`` in generation), never here.
+
+Shape suffixes: S sequence, B batch, H hidden, V vocabulary (one tensor-parallel share of it).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from eeplan.plan import Plan
+from eeplan.runtime.attention import SdpaCoreAttention
+from eeplan.runtime.backend import Backend, cuda_names_on_cpu
+from eeplan.spec import HeadKind, RunSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ExitSpec:
+    """One early exit as the model needs it: where it reads and what its head is."""
+
+    depth: int
+    head: HeadKind
+    tied: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpec:
+    """The part of the model that one pipeline stage holds. Layers are numbered from 1, inclusive."""
+
+    first_layer: int
+    last_layer: int
+    exits: tuple[ExitSpec, ...]
+    is_first: bool
+    is_last: bool
+
+    @property
+    def num_layers(self) -> int:
+        """Transformer layers on this stage."""
+        return self.last_layer - self.first_layer + 1
+
+    def holds_tied_matrix(self, run: RunSpec) -> bool:
+        """Whether the stage holds a copy of the matrix that the final head and tied exits share."""
+        embedding_counts = self.is_first and not run.model.untie_embeddings_and_output_weights
+        return self.is_last or embedding_counts or any(exit_.tied for exit_ in self.exits)
+
+
+def stage_specs(plan: Plan) -> tuple[StageSpec, ...]:
+    """The model parts of a plan, one per pipeline stage."""
+    last = len(plan.stages) - 1
+    return tuple(
+        StageSpec(
+            first_layer=stage.first_layer,
+            last_layer=stage.last_layer,
+            exits=tuple(
+                ExitSpec(exit_.depth, exit_.head, exit_.tied) for exit_ in plan.exits if exit_.stage == index
+            ),
+            is_first=index == 0,
+            is_last=index == last,
+        )
+        for index, stage in enumerate(plan.stages)
+    )
+
+
+def whole_model_spec(plan: Plan) -> StageSpec:
+    """All stages of a plan as one part, for a single process."""
+    parts = stage_specs(plan)
+    return StageSpec(
+        first_layer=1,
+        last_layer=parts[-1].last_layer,
+        exits=tuple(exit_ for part in parts for exit_ in part.exits),
+        is_first=True,
+        is_last=True,
+    )
+
+
+def transformer_config(run: RunSpec, pipeline_model_parallel_size: int) -> TransformerConfig:
+    """megatron-core's configuration of ``run``, without fused kernels that need a GPU."""
+    dtype = torch.bfloat16 if run.training.precision == "bf16" else torch.float32
+    return TransformerConfig(
+        num_layers=run.model.num_layers,
+        hidden_size=run.model.hidden_size,
+        num_attention_heads=run.model.num_attention_heads,
+        num_query_groups=run.model.query_groups,
+        ffn_hidden_size=run.model.ffn_size,
+        kv_channels=run.model.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=run.model.layernorm_epsilon,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        # eeplan initialises parameters by name, so that a split does not change them.
+        perform_initialization=False,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        tensor_model_parallel_size=run.parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=pipeline_model_parallel_size,
+    )
+
+
+class ExitHead(torch.nn.Module):
+    """Hidden states to logits, by head kind (see ``spec.HeadKind``)."""
+
+    def __init__(
+        self, config: TransformerConfig, spec: ExitSpec, layer_spec: ModuleSpec, vocab_size: int
+    ) -> None:
+        super().__init__()
+        if spec.head == "block":
+            self.block = TransformerLayer(config, layer_spec.submodules, layer_number=spec.depth)
+        if spec.head == "mlp":
+            self.mlp_norm = _norm(config)
+            self.mlp = MLP(config, layer_spec.submodules.mlp.submodules)
+        if spec.head != "minimal":
+            self.norm = _norm(config)
+        self.kind = spec.head
+        self.output_layer = _output_layer(config, vocab_size, allocate=not spec.tied)
+
+    def forward(self, hidden_SBH: Tensor, rotary: Tensor, tied_weight: Tensor | None) -> Tensor:
+        """Logits [S, B, V] of this exit.
+
+        Args:
+            rotary: rotary angles of the S positions, for block heads.
+            tied_weight: the shared vocabulary matrix, or None when the exit has its own.
+        """
+        hidden = hidden_SBH
+        if self.kind == "block":
+            hidden, _ = self.block(hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary)
+        if self.kind == "mlp":
+            update, _ = self.mlp(self.mlp_norm(hidden))
+            hidden = hidden + update
+        if self.kind != "minimal":
+            hidden = self.norm(hidden)
+        logits_SBV, _ = self.output_layer(hidden, weight=tied_weight)
+        return logits_SBV
+
+
+class EarlyExitGPT(GPTModel):
+    """One stage of a GPT with early exits. Pieces are exposed; nothing runs by itself."""
+
+    def __init__(self, run: RunSpec, stage: StageSpec, config: TransformerConfig) -> None:
+        layer_spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+        layer_spec.submodules.self_attention.submodules.core_attention = SdpaCoreAttention
+        block = TransformerBlockSubmodules(
+            layer_specs=[layer_spec] * stage.num_layers, layer_norm=WrappedTorchNorm
+        )
+        super().__init__(
+            config=config,
+            transformer_layer_spec=block,
+            vocab_size=run.padded_vocab_size,
+            max_sequence_length=run.training.seq_length,
+            pre_process=stage.is_first,
+            post_process=stage.is_last,
+            share_embeddings_and_output_weights=not run.model.untie_embeddings_and_output_weights,
+            position_embedding_type="rope",
+            rotary_base=run.model.rotary_base,
+        )
+        self.stage_spec = stage
+        self.run = run
+        self.exits = torch.nn.ModuleDict(
+            {
+                str(spec.depth): ExitHead(config, spec, layer_spec, run.padded_vocab_size)
+                for spec in stage.exits
+            }
+        )
+        self.exit_is_tied = {spec.depth: spec.tied for spec in stage.exits}
+        self.tied_replica: ColumnParallelLinear | None = None
+        """This stage's copy of the shared matrix, where neither embedding nor final head holds one."""
+        if stage.holds_tied_matrix(run) and not stage.is_last and not self._embedding_is_tied:
+            self.tied_replica = _output_layer(config, run.padded_vocab_size, allocate=True)
+        self._mark_shared_copies()
+
+    @property
+    def _embedding_is_tied(self) -> bool:
+        return bool(self.pre_process and self.share_embeddings_and_output_weights)
+
+    def shared_embedding_or_output_weight(self) -> Tensor | None:
+        """This stage's copy of the matrix shared by final head and tied exits; None if it has none."""
+        if self._embedding_is_tied:
+            return self.embedding.word_embeddings.weight
+        if self.post_process:
+            return self.output_layer.weight
+        replica = getattr(self, "tied_replica", None)
+        return None if replica is None else replica.weight
+
+    def embed(self, tokens_BS: Tensor, position_ids_BS: Tensor) -> Tensor:
+        """Token embeddings [S, B, H]; first stage only."""
+        return self.embedding(input_ids=tokens_BS, position_ids=position_ids_BS)
+
+    def rotary(self, length: int, offset: int = 0) -> Tensor:
+        """Rotary angles [length, 1, 1, D] of positions ``offset`` onwards."""
+        return self.rotary_pos_emb(length, offset=offset)
+
+    def run_layers(self, hidden_SBH: Tensor, rotary: Tensor, start: int, stop: int) -> Tensor:
+        """Run layers after depth ``start`` up to depth ``stop`` (layers ``start + 1`` to ``stop``)."""
+        base = self.stage_spec.first_layer - 1
+        for layer in self.decoder.layers[start - base : stop - base]:
+            hidden_SBH, _ = layer(hidden_states=hidden_SBH, attention_mask=None, rotary_pos_emb=rotary)
+        return hidden_SBH
+
+    def exit_logits(self, depth: int, hidden_SBH: Tensor, rotary: Tensor) -> Tensor:
+        """Logits [S, B, V] of the early exit at ``depth``."""
+        tied = self.shared_embedding_or_output_weight() if self.exit_is_tied[depth] else None
+        return self.exits[str(depth)](hidden_SBH, rotary, tied)
+
+    def final_logits(self, hidden_SBH: Tensor) -> Tensor:
+        """Logits [S, B, V] of the final head; last stage only."""
+        weight = self.shared_embedding_or_output_weight() if self._embedding_is_tied else None
+        logits_SBV, _ = self.output_layer(self.decoder.final_layernorm(hidden_SBH), weight=weight)
+        return logits_SBV
+
+    def named_global_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Parameters under names that do not depend on the split; the tied matrix has one name everywhere."""
+        shared = self.shared_embedding_or_output_weight()
+        for name, parameter in self.named_parameters():
+            if parameter is shared:
+                yield tied_matrix_name(self.run), parameter
+            else:
+                yield global_name(name, self.stage_spec.first_layer), parameter
+
+    def _mark_shared_copies(self) -> None:
+        """Tell gradient clipping which copies to leave out of the norm, so that each matrix counts once."""
+        shared = self.shared_embedding_or_output_weight()
+        if shared is None:
+            return
+        untied = self.run.model.untie_embeddings_and_output_weights
+        is_original = self.post_process if untied else self.pre_process
+        shared.shared = not is_original
+        shared.is_embedding_or_output_parameter = True
+
+
+def build_model(run: RunSpec, stage: StageSpec, backend: Backend) -> EarlyExitGPT:
+    """Model part on the backend's device, initialised from ``run.training.seed``."""
+    config = transformer_config(run, backend.pipeline_size)
+    with cuda_names_on_cpu(backend.device):
+        model = EarlyExitGPT(run, stage, config)
+    model.to(backend.device)
+    initialize(model, run)
+    return model
+
+
+def loss_of(logits_SBV: Tensor, labels_BS: Tensor, loss_mask_BS: Tensor) -> Tensor:
+    """Mean cross entropy over unmasked tokens (scalar); vocabulary-parallel. Overwrites the logits."""
+    losses_SB = vocab_parallel_cross_entropy(logits_SBV, labels_BS.t().contiguous())
+    mask_SB = loss_mask_BS.t()
+    return (losses_SB * mask_SB).sum() / mask_SB.sum()
+
+
+def initialize(model: EarlyExitGPT, run: RunSpec) -> None:
+    """Fill every parameter from a generator seeded by its name, so that no split changes the model.
+
+    Matrices are normal with ``init_method_std``; those that write into the residual stream are scaled down by
+    sqrt(2 num_layers); norms are one.
+    """
+    std = run.model.init_method_std
+    residual_std = std / math.sqrt(2.0 * run.model.num_layers)
+    with torch.no_grad():
+        for name, parameter in model.named_global_parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+                continue
+            writes_residual = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
+            _fill_normal(parameter, residual_std if writes_residual else std, f"{run.training.seed}:{name}")
+
+
+def global_name(local_name: str, first_layer: int) -> str:
+    """Name with the layer's index in the whole model (from 0) instead of in the stage."""
+    return re.sub(
+        r"^decoder\.layers\.(\d+)\.",
+        lambda match: f"decoder.layers.{int(match.group(1)) + first_layer - 1}.",
+        local_name,
+    )
+
+
+def tied_matrix_name(run: RunSpec) -> str:
+    """Global name of the matrix that the final head and tied exits share."""
+    if run.model.untie_embeddings_and_output_weights:
+        return "output_layer.weight"
+    return "embedding.word_embeddings.weight"
+
+
+def _norm(config: TransformerConfig) -> torch.nn.Module:
+    return WrappedTorchNorm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+
+
+def _output_layer(config: TransformerConfig, vocab_size: int, *, allocate: bool) -> ColumnParallelLinear:
+    return ColumnParallelLinear(
+        config.hidden_size,
+        vocab_size,
+        config=config,
+        init_method=config.init_method,
+        bias=False,
+        skip_bias_add=False,
+        gather_output=False,
+        skip_weight_param_allocation=not allocate,
+    )
+
+
+def _fill_normal(parameter: torch.nn.Parameter, std: float, seed_text: str) -> None:
+    """Draw the whole matrix on the CPU, keep this rank's tensor-parallel share."""
+    seed = int.from_bytes(hashlib.sha256(seed_text.encode()).digest()[:8], "big") >> 1
+    generator = torch.Generator().manual_seed(seed)
+    shape = list(parameter.shape)
+    size, rank = 1, 0
+    if getattr(parameter, "tensor_model_parallel", False):
+        size = parallel_state.get_tensor_model_parallel_world_size()
+        rank = parallel_state.get_tensor_model_parallel_rank()
+    axis = getattr(parameter, "partition_dim", 0) if size > 1 else 0
+    shape[axis] *= size
+    whole = torch.randn(shape, generator=generator) * std
+    parameter.copy_(whole.chunk(size, dim=axis)[rank])

@@ -1,0 +1,171 @@
+"""What one pipeline stage computes for one microbatch: forward, and one backward for all its losses.
+
+Back-propagation across stages follows EE-LLM 3.1: the loss of stage i is its own weighted exit losses plus
+<g, output>, with g the gradient received from stage i+1. In autograd terms that is a single backward call with
+two roots. When an exit's forward runs is the plan's choice: ``deferred`` keeps only the hidden state until the
+backward (3.2, Optimization 1), ``eager`` runs it in the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from eeplan.plan import Plan
+from eeplan.runtime.model import EarlyExitGPT, loss_of
+from eeplan.spec import ExitForward
+
+FINAL = "final"
+
+
+def exit_name(depth: int) -> str:
+    """Name of an early exit in logs, checkpoints and reports."""
+    return f"exit_{depth}"
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One microbatch of text; all [B, S] int64, the mask float32."""
+
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    position_ids: Tensor
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """What a stage keeps of a microbatch between its forward and its backward."""
+
+    batch: Batch
+    received: Tensor | None
+    output: Tensor | None
+    exit_hidden: dict[int, Tensor] = field(default_factory=dict)
+    losses: dict[str, Tensor] = field(default_factory=dict)
+
+
+class StageComputation:
+    """Forward and backward of one stage over the microbatches of one iteration.
+
+    Args:
+        model: this stage's layers and heads.
+        weights: loss weight of every head by name (``exit_<depth>``, ``final``).
+        exit_forward: when exit forwards run.
+        num_microbatches: losses are averaged over them.
+    """
+
+    def __init__(
+        self,
+        model: EarlyExitGPT,
+        weights: Mapping[str, float],
+        exit_forward: ExitForward,
+        num_microbatches: int,
+    ) -> None:
+        self.model = model
+        self.weights = dict(weights)
+        self.exit_forward = exit_forward
+        self.num_microbatches = num_microbatches
+        self._in_flight: dict[int, _InFlight] = {}
+        stage = model.stage_spec
+        self._depths = sorted(exit_.depth for exit_ in stage.exits)
+        self._first_depth, self._last_depth = stage.first_layer - 1, stage.last_layer
+        self._rotary: Tensor | None = None
+
+    def forward(self, microbatch: int, received: Tensor | None, batch: Batch) -> Tensor | None:
+        """Run the stage's layers.
+
+        Args:
+            received: hidden states [S, B, H] from the previous stage; None on the first.
+
+        Returns:
+            Hidden states [S, B, H] for the next stage; None on the last.
+        """
+        if received is None:
+            hidden = self.model.embed(batch.tokens, batch.position_ids)
+        else:
+            hidden = received.requires_grad_()
+        state = _InFlight(batch, received, output=None)
+        depth = self._first_depth
+        for exit_depth in self._depths:
+            hidden = self.model.run_layers(hidden, self._rotary_angles(batch), depth, exit_depth)
+            depth = exit_depth
+            state.exit_hidden[exit_depth] = hidden
+        hidden = self.model.run_layers(hidden, self._rotary_angles(batch), depth, self._last_depth)
+        if self.exit_forward == "eager":
+            self._run_exits(state)
+        if self.model.stage_spec.is_last:
+            state.losses[FINAL] = loss_of(self.model.final_logits(hidden), batch.labels, batch.loss_mask)
+        else:
+            state.output = hidden
+        self._in_flight[microbatch] = state
+        return None if state.output is None else state.output.detach()
+
+    def backward(
+        self, microbatch: int, gradient: Tensor | None, loss_scale: float = 1.0
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Back-propagate all losses of the stage and the gradient from the next one in one call.
+
+        Args:
+            gradient: d(later losses)/d(output) [S, B, H], already scaled; None on the last stage.
+            loss_scale: multiplies every loss of the stage.
+
+        Returns:
+            The gradient [S, B, H] for the previous stage (None on the first), and the detached, unweighted
+            losses of the stage's heads.
+        """
+        state = self._in_flight.pop(microbatch)
+        if self.exit_forward == "deferred":
+            self._run_exits(state)
+        roots: list[Tensor] = []
+        root_gradients: list[Tensor | None] = []
+        if state.losses:
+            total = sum(self.weights[name] * loss for name, loss in state.losses.items())
+            assert isinstance(total, Tensor)
+            roots.append(total)
+            root_gradients.append(total.new_full((), loss_scale / self.num_microbatches))
+        if state.output is not None:
+            roots.append(state.output)
+            root_gradients.append(gradient)
+        losses = {name: loss.detach() for name, loss in state.losses.items()}
+        state.losses.clear()
+        torch.autograd.backward(roots, root_gradients)
+        return None if state.received is None else state.received.grad, losses
+
+    def evaluate(self, received: Tensor | None, batch: Batch) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Forward without gradients: output for the next stage and the losses of every head here."""
+        with torch.no_grad():
+            hidden = self.model.embed(batch.tokens, batch.position_ids) if received is None else received
+            losses: dict[str, Tensor] = {}
+            depth = self._first_depth
+            rotary = self._rotary_angles(batch)
+            for exit_depth in self._depths:
+                hidden = self.model.run_layers(hidden, rotary, depth, exit_depth)
+                depth = exit_depth
+                logits = self.model.exit_logits(exit_depth, hidden, rotary)
+                losses[exit_name(exit_depth)] = loss_of(logits, batch.labels, batch.loss_mask)
+            hidden = self.model.run_layers(hidden, rotary, depth, self._last_depth)
+            if not self.model.stage_spec.is_last:
+                return hidden, losses
+            losses[FINAL] = loss_of(self.model.final_logits(hidden), batch.labels, batch.loss_mask)
+            return None, losses
+
+    def _run_exits(self, state: _InFlight) -> None:
+        for depth, hidden in state.exit_hidden.items():
+            logits = self.model.exit_logits(depth, hidden, self._rotary_angles(state.batch))
+            state.losses[exit_name(depth)] = loss_of(logits, state.batch.labels, state.batch.loss_mask)
+        state.exit_hidden.clear()
+
+    def _rotary_angles(self, batch: Batch) -> Tensor:
+        length = batch.tokens.shape[1]
+        if self._rotary is None or self._rotary.shape[0] != length:
+            self._rotary = self.model.rotary(length)
+        return self._rotary
+
+
+def loss_weights(plan: Plan) -> dict[str, float]:
+    """Weight of every head's loss by name."""
+    weights = {exit_name(exit_.depth): exit_.effective_weight for exit_ in plan.exits}
+    return {**weights, FINAL: plan.final_exit_weight}
