@@ -48,3 +48,7 @@ class CheckpointError(EeplanError):
 
 class LaunchError(EeplanError):
     """Processes could not be started, or one of them died."""
+
+
+class DecodeError(EeplanError):
+    """A prompt or a decoding option is impossible for this model."""

@@ -1,0 +1,71 @@
+"""Which token an exit emits: the most likely one, or one drawn from its distribution.
+
+The draw uses one generator per generation and one draw per emitted token, so a seed gives the same text in
+every decoding mode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eeplan.errors import DecodeError
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to draw. Temperature 0 takes the most likely token; ``top_k`` 0 and ``top_p`` 0 keep all tokens."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 0.0
+
+    def pick(self, logits_V: Tensor, generator: torch.Generator) -> int:
+        """Token drawn from the logits of one position."""
+        if self.temperature == 0.0:
+            return int(logits_V.argmax())
+        return int(torch.multinomial(self.probabilities(logits_V), 1, generator=generator))
+
+    def probabilities(self, logits_V: Tensor) -> Tensor:
+        """What ``pick`` draws from, on the CPU: temperature first, then the k likeliest, then the nucleus.
+
+        The nucleus is the smallest set of likeliest tokens whose probabilities reach ``top_p``.
+        """
+        wide = logits_V.to(device="cpu", dtype=torch.promote_types(logits_V.dtype, torch.float32))
+        scaled = wide / self.temperature
+        if 0 < self.top_k < len(scaled):
+            # Keep by index, not by value: a tie at the k-th place must not let more tokens in.
+            kept = scaled.topk(self.top_k).indices
+            scaled = torch.full_like(scaled, float("-inf")).index_copy(0, kept, scaled[kept])
+        probabilities = scaled.softmax(-1)
+        if 0.0 < self.top_p < 1.0:
+            ordered, indices = probabilities.sort(descending=True)
+            before = ordered.cumsum(-1) - ordered
+            ordered = ordered.masked_fill(before >= self.top_p, 0.0)
+            probabilities = torch.zeros_like(probabilities).index_copy(0, indices, ordered)
+            probabilities = probabilities / probabilities.sum()
+        return probabilities
+
+
+def sampling(temperature: float, top_k: int, top_p: float) -> Sampling:
+    """Sampling options given by a user.
+
+    Raises:
+        DecodeError: an option is out of range, or would have no effect.
+    """
+    if not 0.0 <= temperature < float("inf"):
+        raise DecodeError(
+            f"temperature is {temperature}; expected a number from 0 (most likely token) upwards"
+        )
+    if top_k < 0:
+        raise DecodeError(f"top_k is {top_k}; expected a number of tokens, or 0 for all")
+    if not 0.0 <= top_p <= 1.0:
+        raise DecodeError(f"top_p is {top_p}; expected a probability from 0 to 1, 0 for all tokens")
+    if temperature == 0.0 and (top_k > 1 or top_p > 0.0):
+        raise DecodeError(
+            "top_k and top_p have no effect at temperature 0, which takes the most likely token; raise "
+            "temperature or leave them out"
+        )
+    return Sampling(temperature, top_k, top_p)
