@@ -13,12 +13,14 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt
 
 from eeplan.errors import PlanError
-from eeplan.schema import Model, dump_yaml, load_yaml
 from eeplan.files import sha256_bytes, write_text
+from eeplan.schema import Model, dump_yaml, load_yaml
 from eeplan.spec import Boundary, ExitForward, HeadKind, RunSpec, with_data_paths
 
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0.0)]
+
+PLAN_HEADER = "# Written by `eeplan plan`. Edit the run file and plan again instead.\n"
 
 
 class PlannedExit(Model):
@@ -50,6 +52,8 @@ class MemoryBreakdown(Model):
     """Kept for backward by all microbatches in flight at the peak."""
     transient_bytes: Count
     """Of the op that runs at the peak: logits, recomputed exits, temporaries."""
+    peak_during: Literal["forward", "backward", "optimizer"] = "backward"
+    """When the peak is reached; no microbatch is in flight during the optimizer step."""
     peak_bytes: Count
     process_base_bytes: Count
     headroom_bytes: int | None
@@ -153,8 +157,12 @@ class Plan(Model):
 
 
 def content_hash(plan: Plan) -> str:
-    """SHA-256 of the plan without its own hash field."""
-    return sha256_bytes(dump_yaml(plan.model_copy(update={"content_sha256": ""})).encode())
+    """SHA-256 of the plan without its own hash field.
+
+    Of data paths only the last part counts, so that a plan keeps its hash when it is copied elsewhere.
+    """
+    run = with_data_paths(plan.run, os.path.basename)
+    return sha256_bytes(dump_yaml(plan.model_copy(update={"run": run, "content_sha256": ""})).encode())
 
 
 def write_plan(path: Path, plan: Plan) -> Plan:
@@ -167,7 +175,7 @@ def write_plan(path: Path, plan: Plan) -> Plan:
     run = with_data_paths(plan.run, lambda p: os.path.relpath(folder / p, folder))
     plan = plan.model_copy(update={"run": run})
     plan = plan.model_copy(update={"content_sha256": content_hash(plan)})
-    write_text(path, "# Written by `eeplan plan`. Edit the run file and plan again instead.\n" + dump_yaml(plan))
+    write_text(path, PLAN_HEADER + dump_yaml(plan))
     return plan
 
 

@@ -27,6 +27,7 @@ Boundary = Literal["before", "after"]
 
 ExitForward = Literal["deferred", "eager"]
 """When an exit's forward runs: inside the backward step (paper 3.2, Optimization 1) or the forward step."""
+EXIT_FORWARDS: tuple[ExitForward, ...] = ("deferred", "eager")
 
 Fraction = Annotated[float, Field(ge=0.0)]
 
@@ -70,7 +71,9 @@ class ModelSpec(Model):
             raise ValueError(
                 f"hidden_size / num_attention_heads is {self.head_dim}; rotary embedding needs an even number"
             )
-        _require_divides("num_attention_heads", self.num_attention_heads, "num_query_groups", self.query_groups)
+        _require_divides(
+            "num_attention_heads", self.num_attention_heads, "num_query_groups", self.query_groups
+        )
         return self
 
 
@@ -84,9 +87,7 @@ class ParallelSpec(Model):
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return (
-            self.pipeline_model_parallel_size * self.tensor_model_parallel_size * self.data_parallel_size
-        )
+        return self.pipeline_model_parallel_size * self.tensor_model_parallel_size * self.data_parallel_size
 
 
 class TrainingSpec(Model):
@@ -192,7 +193,7 @@ class LimitsSpec(Model):
 
     device_memory_bytes: PositiveInt | None = None
     max_time_overhead: Fraction = 0.05
-    """Largest accepted slow-down against the same model without exits, as a fraction; binds ``count: auto``."""
+    """Largest accepted slow-down against the same model without exits (a fraction); binds ``count: auto``."""
 
 
 class RunSpec(Model):
@@ -230,9 +231,7 @@ class RunSpec(Model):
             "model.num_query_groups", model.query_groups, "parallel.tensor_model_parallel_size", tp
         )
         _require_divides("model.ffn_hidden_size", model.ffn_size, "parallel.tensor_model_parallel_size", tp)
-        _require_divides(
-            "model.num_layers", model.num_layers, "parallel.pipeline_model_parallel_size", pp
-        )
+        _require_divides("model.num_layers", model.num_layers, "parallel.pipeline_model_parallel_size", pp)
         _require_divides(
             "training.global_batch_size",
             training.global_batch_size,
@@ -296,7 +295,7 @@ def replace_keys(run: RunSpec, changes: dict[str, Any]) -> RunSpec:
     document = run.model_dump(mode="json")
     for dotted, value in changes.items():
         *parents, last = dotted.split(".")
-        node = document
+        node: Any = document
         for parent in parents:
             node = node.get(parent)
             if not isinstance(node, dict):

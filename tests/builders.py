@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from eeplan.plan import Plan
 from eeplan.profile import (
     DeviceFingerprint,
     ModelShape,
@@ -18,6 +19,7 @@ from eeplan.profile import (
     Transfer,
 )
 from eeplan.schema import validate, write_yaml
+from eeplan.sim import planner
 from eeplan.spec import RunSpec
 
 RUN_DOCUMENT: dict[str, Any] = {
@@ -131,6 +133,11 @@ def make_profile(
         iteration_overhead_s=iteration_overhead_s,
         process_base_bytes=process_base_bytes,
     )
+
+
+def make_plan(run: RunSpec, profile: OpProfile | None = None) -> Plan:
+    """A plan of ``run`` by the planner itself, from a synthetic profile unless one is given."""
+    return planner.make_plan(run, "0" * 64, profile or make_profile(run), "1" * 64)
 
 
 def _op_sizes(run: RunSpec) -> dict[OpName, tuple[float, int, int]]:

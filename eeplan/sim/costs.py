@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from eeplan.plan import Plan
+from eeplan.profile import OpCost, OpName, OpProfile, Transfer
+from eeplan.sim.layout import Layout
+from eeplan.sim.parameters import Head, holds_shared_matrix, stage_parameters, vocabulary_parameters
+from eeplan.spec import ExitForward, HeadKind, RunSpec
+
+EXIT_OPS: dict[HeadKind, OpName] = {
+    "minimal": "exit_minimal",
+    "norm": "exit_norm",
+    "mlp": "exit_mlp",
+    "block": "exit_block",
+}
+GRADIENT_BYTES = 4
+"""Gradients are accumulated and reduced in fp32, whatever the parameters' precision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +48,256 @@ class PipelineCosts:
     def num_stages(self) -> int:
         """Pipeline stages (P)."""
         return len(self.forward_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class OpNumbers:
+    """One op in the simulator's units; same meaning as the fields of ``profile.OpCost``."""
+
+    forward_ns: int
+    backward_ns: int
+    kept_bytes: int
+    forward_transient_bytes: int
+    backward_transient_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Everything that stage costs are composed from: a run, a layout, and the ops they need."""
+
+    run: RunSpec
+    layout: Layout
+    profile: OpProfile
+    ops: Mapping[str, OpNumbers]
+    extrapolated_ops: tuple[str, ...]
+    """Ops in use that were not measured at this size."""
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Hidden states of one microbatch, s b h values: the message between stages."""
+        training = self.run.training
+        width = 2 if training.precision == "bf16" else 4
+        return training.seq_length * training.micro_batch_size * self.run.model.hidden_size * width
+
+
+@dataclass(frozen=True, slots=True)
+class StageCosts:
+    """One stage with its exits: one microbatch in time and bytes, and the work once per iteration."""
+
+    heads: tuple[Head, ...]
+    forward_ns: int
+    backward_ns: int
+    exit_ns: int
+    """The part of forward plus backward that the exits cost."""
+    output_bytes: int
+    kept_bytes: int
+    forward_transient_bytes: int
+    backward_transient_bytes: int
+    parameters: int
+    state_bytes: int
+    optimizer_ns: int
+    optimizer_transient_bytes: int
+    data_sync_ns: int
+    """Gradient all-reduce over the data-parallel ranks of this stage."""
+    holds_shared_matrix: bool
+
+
+def cost_model(run: RunSpec, profile: OpProfile, layout: Layout, kinds: Iterable[HeadKind]) -> CostModel:
+    """Look up the ops that ``run`` needs with exit heads of the given kinds.
+
+    Raises:
+        ProfileError: the profile is of another model, or lacks an op at the run's micro_batch_size and
+            tensor_model_parallel_size.
+    """
+    profile.require_shape_of(run)
+    names: list[OpName] = ["embedding", "layer", "final_head"]
+    names += [EXIT_OPS[kind] for kind in sorted(set(kinds))]
+    size, tp = run.training.micro_batch_size, run.parallel.tensor_model_parallel_size
+    measured = {name: profile.cost(name, size, tp) for name in names}
+    return CostModel(
+        run=run,
+        layout=layout,
+        profile=profile,
+        ops={name: _numbers(cost) for name, cost in measured.items()},
+        extrapolated_ops=tuple(name for name, cost in measured.items() if cost.extrapolated),
+    )
+
+
+def stage_costs(
+    model: CostModel, stage: int, heads: tuple[Head, ...], exit_forward: ExitForward
+) -> StageCosts:
+    """Compose one stage.
+
+    Exits run after the stage's layers, in the order given (by depth), in both modes: at the end of the
+    forward, before the final head (eager), or at the start of the backward (deferred; EE-LLM 3.2,
+    Optimization 1). So neither time nor bytes depend on which layers of the stage they read.
+
+    Args:
+        stage: from 0.
+        heads: the exits on this stage.
+        exit_forward: for all of them.
+    """
+    exits = [model.ops[EXIT_OPS[head.kind]] for head in heads]
+    trunk = _trunk(model, stage)
+    eager, deferred = (exits, []) if exit_forward == "eager" else ([], exits)
+    is_last = stage == model.layout.num_stages - 1
+    # The final head closes the forward, so eager exits run before it.
+    forward_ops = [*trunk[:-1], *eager, trunk[-1]] if is_last else [*trunk, *eager]
+    parameters = stage_parameters(model.run, model.layout, stage, heads)
+    optimizer, data_ranks = model.profile.optimizer, model.run.parallel.data_parallel_size
+    kept_bytes, forward_transient = _forward_bytes(forward_ops, _input_bytes(model, stage))
+    return StageCosts(
+        heads=heads,
+        forward_ns=to_ns(model.profile.microbatch_overhead_s) + sum(op.forward_ns for op in forward_ops),
+        backward_ns=sum(op.backward_ns for op in (*trunk, *exits)) + sum(op.forward_ns for op in deferred),
+        exit_ns=sum(op.forward_ns + op.backward_ns for op in exits),
+        output_bytes=0 if is_last else model.hidden_bytes,
+        kept_bytes=kept_bytes,
+        forward_transient_bytes=forward_transient,
+        backward_transient_bytes=_backward_transient_bytes(model, stage, eager, deferred),
+        parameters=parameters,
+        state_bytes=round(parameters * optimizer.state_bytes_per_parameter),
+        optimizer_ns=to_ns(optimizer.fixed_s + parameters * optimizer.per_parameter_s),
+        optimizer_transient_bytes=round(parameters * optimizer.transient_bytes_per_parameter),
+        data_sync_ns=to_ns(
+            ring_all_reduce_s(model.profile.all_reduce, GRADIENT_BYTES * parameters, data_ranks)
+        ),
+        holds_shared_matrix=holds_shared_matrix(model.run, model.layout, stage, heads),
+    )
+
+
+def pipeline_costs(model: CostModel, stages: Sequence[StageCosts]) -> PipelineCosts:
+    """The simulator's view of all stages."""
+    return PipelineCosts(
+        forward_ns=tuple(stage.forward_ns for stage in stages),
+        backward_ns=tuple(stage.backward_ns for stage in stages),
+        latency_ns=to_ns(model.profile.p2p.latency_s),
+        bytes_per_s=model.profile.p2p.bandwidth_bytes_per_s,
+        output_bytes=tuple(stage.output_bytes for stage in stages),
+        static_bytes=tuple(stage.state_bytes for stage in stages),
+        kept_bytes=tuple(stage.kept_bytes for stage in stages),
+        forward_transient_bytes=tuple(stage.forward_transient_bytes for stage in stages),
+        backward_transient_bytes=tuple(stage.backward_transient_bytes for stage in stages),
+    )
+
+
+def pipeline_costs_of(plan: Plan) -> PipelineCosts:
+    """The same costs, rebuilt from a plan alone."""
+    return PipelineCosts(
+        forward_ns=tuple(to_ns(stage.forward_s) for stage in plan.stages),
+        backward_ns=tuple(to_ns(stage.backward_s) for stage in plan.stages),
+        latency_ns=to_ns(plan.p2p_latency_s),
+        bytes_per_s=plan.p2p_bandwidth_bytes_per_s,
+        output_bytes=tuple(stage.output_bytes for stage in plan.stages),
+        static_bytes=tuple(stage.memory.state_bytes for stage in plan.stages),
+        kept_bytes=tuple(stage.kept_bytes for stage in plan.stages),
+        forward_transient_bytes=tuple(stage.forward_transient_bytes for stage in plan.stages),
+        backward_transient_bytes=tuple(stage.backward_transient_bytes for stage in plan.stages),
+    )
+
+
+def shared_matrix_sync_ns(model: CostModel, stages: Sequence[StageCosts]) -> int:
+    """All-reduce of the shared vocabulary matrix's gradient over the stages that hold a copy (EE-LLM 3.1)."""
+    holders = sum(stage.holds_shared_matrix for stage in stages)
+    size_bytes = GRADIENT_BYTES * vocabulary_parameters(model.run)
+    return to_ns(ring_all_reduce_s(model.profile.all_reduce, size_bytes, holders))
+
+
+def grad_sync_ns(ends_ns: Sequence[int], stages: Sequence[StageCosts], shared_sync_ns: int) -> int:
+    """Time that gradient synchronisation adds after the pipeline part.
+
+    Each stage reduces over its data-parallel ranks as soon as its own last backward is done; the shared
+    matrix waits for all stages that hold it.
+
+    Args:
+        ends_ns: end of each stage's last backward.
+        shared_sync_ns: from :func:`shared_matrix_sync_ns`.
+    """
+    ready = [end + stage.data_sync_ns for end, stage in zip(ends_ns, stages, strict=True)]
+    holders = [time for time, stage in zip(ready, stages, strict=True) if stage.holds_shared_matrix]
+    shared_done = max(holders) + shared_sync_ns
+    return max(*ready, shared_done) - max(ends_ns)
+
+
+def ring_all_reduce_s(pair: Transfer, size_bytes: int, ranks: int) -> float:
+    """Seconds of an all-reduce over ``ranks`` from the line measured with two.
+
+    A ring takes 2 (n-1) steps of size/n each; with two ranks that is the whole size in two steps.
+    """
+    if ranks < 2:
+        return 0.0
+    moved_bytes = size_bytes * 2 * (ranks - 1) / ranks
+    return pair.latency_s * (ranks - 1) + moved_bytes / pair.bandwidth_bytes_per_s
+
+
+def to_ns(seconds: float) -> int:
+    """Nearest integer nanoseconds."""
+    return round(seconds * 1e9)
+
+
+def _numbers(cost: OpCost) -> OpNumbers:
+    return OpNumbers(
+        forward_ns=to_ns(cost.forward.median_s),
+        backward_ns=to_ns(cost.backward.median_s),
+        kept_bytes=cost.kept_bytes,
+        forward_transient_bytes=cost.forward_transient_bytes,
+        backward_transient_bytes=cost.backward_transient_bytes,
+    )
+
+
+def _input_bytes(model: CostModel, stage: int) -> int:
+    """The received hidden states, kept until the microbatch's backward is done."""
+    return model.hidden_bytes if stage > 0 else 0
+
+
+def _trunk(model: CostModel, stage: int) -> list[OpNumbers]:
+    """Ops of the stage without exits, in forward order."""
+    ops = [model.ops["layer"]] * model.layout.layers_per_stage[stage]
+    if stage == 0:
+        ops.insert(0, model.ops["embedding"])
+    if stage == model.layout.num_stages - 1:
+        ops.append(model.ops["final_head"])
+    return ops
+
+
+def _forward_bytes(ops: Sequence[OpNumbers], input_bytes: int) -> tuple[int, int]:
+    """Bytes kept after the forward, and the most that is live beyond them while it runs."""
+    kept = peak = input_bytes
+    for op in ops:
+        kept += op.kept_bytes
+        peak = max(peak, kept + op.forward_transient_bytes)
+    return kept, max(peak - kept, 0)
+
+
+def _backward_transient_bytes(
+    model: CostModel, stage: int, eager: Sequence[OpNumbers], deferred: Sequence[OpNumbers]
+) -> int:
+    """Most live bytes during the backward, beyond what the forward kept.
+
+    Deferred exits run forward one after the other and all stay alive until the one backward call. Autograd
+    then goes back through the losses, last one first, whose gradients wait for the layers they belong to,
+    and through the layers. The gradient received from the next stage lives until the end. An exit's
+    gradient is counted until all layers are done, whichever layer it reads: at most one message too much.
+    """
+    trunk = _trunk(model, stage)
+    is_last = stage == model.layout.num_stages - 1
+    layers, final = (trunk[:-1], [trunk[-1]]) if is_last else (trunk, [])
+    received = 0 if is_last else model.hidden_bytes
+    # Bytes relative to what the forward kept.
+    alive = received
+    peak = alive
+    for op in deferred:
+        alive += op.kept_bytes
+        peak = max(peak, alive + op.forward_transient_bytes)
+    for op in reversed([*eager, *final, *deferred]):
+        peak = max(peak, alive + op.backward_transient_bytes)
+        alive += model.hidden_bytes - op.kept_bytes
+    for number, op in enumerate(reversed(layers)):
+        # The top layer's incoming gradient is the received one or the final head's, counted already; the
+        # others get a new one from the layer above.
+        incoming = 0 if number == 0 else model.hidden_bytes
+        if number == 1 and is_last:
+            alive -= model.hidden_bytes
+        peak = max(peak, alive + incoming + op.backward_transient_bytes)
+        alive -= op.kept_bytes
+    return max(peak, 0)

@@ -1,0 +1,211 @@
+"""Sentences for people: why a choice was made, what came second, and why nothing fits.
+
+Stages are numbered from 1 here, as in the paper; everywhere else they count from 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from eeplan.plan import Decision
+from eeplan.sim.costs import CostModel
+from eeplan.sim.layout import Slot
+from eeplan.sim.memory import memory_breakdown
+from eeplan.sim.search import Candidate, Outcome
+
+PLACEMENT_RULE = "least iteration time, then least largest peak, then depths closest to evenly spread"
+
+
+def overhead(candidate: Candidate, baseline: Candidate) -> float:
+    """Relative slow-down of an iteration."""
+    return candidate.iteration_ns / baseline.iteration_ns - 1.0
+
+
+def format_ns(nanoseconds: int) -> str:
+    """Seconds or milliseconds with four digits."""
+    return f"{nanoseconds / 1e9:.4g} s" if nanoseconds >= 10**9 else f"{nanoseconds / 1e6:.4g} ms"
+
+
+def format_bytes(size: int) -> str:
+    """Binary units with three digits, e.g. ``1.25 GiB``."""
+    value, units = float(size), ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:.0f} bytes" if units[0] == "bytes" else f"{value:.2f} {units[0]}"
+
+
+def format_percent(fraction: float) -> str:
+    """Signed, two decimals."""
+    return f"{100 * fraction:+.2f} %"
+
+
+def infeasible(model: CostModel, candidate: Candidate, baseline: Candidate) -> str:
+    """Why ``candidate``, the best that memory could hope for, breaks the device limit, and what to change."""
+    limit = model.run.limits.device_memory_bytes
+    assert limit is not None, "without a limit everything fits"
+    stage = max(range(len(candidate.stages)), key=lambda index: candidate.peak_bytes[index])
+    peak, parts = candidate.peak_bytes[stage], memory_breakdown(model, candidate.stages, stage)
+    exits = sum(candidate.counts)
+    remedies = ["raise the limit", "lower training.micro_batch_size", "use more pipeline or tensor ranks"]
+    if exits and baseline.fits(limit):
+        remedies.insert(
+            1, f"ask for fewer exits (without any, {format_bytes(max(baseline.peak_bytes))} suffice)"
+        )
+    return (
+        f"limits.device_memory_bytes is {_both(limit)}, but stage {stage + 1} of {len(candidate.stages)} "
+        f"needs {_both(peak)} with {_exits(exits)}, {_both(peak - limit)} too much: "
+        f"{format_bytes(parts.state_bytes)} parameters, gradients and optimizer state, "
+        f"{format_bytes(parts.activation_bytes)} activations of {parts.in_flight} microbatches, "
+        f"{format_bytes(parts.transient_bytes)} temporaries, "
+        f"{format_bytes(parts.process_base_bytes)} process; {', or '.join(remedies)}"
+    )
+
+
+def no_exits_wanted() -> Decision:
+    """For a run file that asks for no exits."""
+    return Decision(subject="exits.count", choice="0", reason="the run file asks for no exits")
+
+
+def count_by_hand(count: int) -> Decision:
+    """For exits listed in ``exits.layers``."""
+    return Decision(subject="exits.count", choice=str(count), reason="exits.layers names them")
+
+
+def count_given(count: int) -> Decision:
+    """For ``exits.count: k``."""
+    return Decision(subject="exits.count", choice=str(count), reason="set in the run file")
+
+
+def count_automatic(
+    model: CostModel, count: int, outcome: Outcome | None, above: Outcome | None, baseline: Candidate
+) -> Decision:
+    """For ``exits.count: auto``.
+
+    Args:
+        count: chosen number.
+        outcome: of the search for it; None for no exits.
+        above: of the search for one exit more, which was rejected; None when ``count`` is the most allowed.
+    """
+    run = model.run
+    allowed = f"limits.max_time_overhead {100 * run.limits.max_time_overhead:g} %"
+    if outcome is not None and outcome.best is not None:
+        reason = f"{format_percent(overhead(outcome.best, baseline))} iteration time, within {allowed}"
+        reason += ", and fits in memory; " if run.limits.device_memory_bytes else "; "
+        most = min(run.exits.max_count, run.model.num_layers - 1)
+        reason += f"the most allowed is {most}" if count == most else "the most for which that holds"
+    else:
+        reason = (
+            "not even one exit stays within the limits" if above else "a single layer has no room for exits"
+        )
+    rejected = ""
+    if above is not None and above.best is not None:
+        slower = format_percent(overhead(above.best, baseline))
+        rejected = f"{_exits(count + 1)}: {slower} iteration time, over {allowed}"
+    elif above is not None:
+        rejected = f"{_exits(count + 1)}: {_misfit(above.smallest)}, over limits.device_memory_bytes"
+    return Decision(subject="exits.count", choice=str(count), reason=reason, rejected=rejected)
+
+
+def placement(model: CostModel, outcome: Outcome, baseline: Candidate) -> Decision:
+    """For exits that the search has placed."""
+    best = outcome.best
+    assert best is not None, "a placement exists only where something fits"
+    reason = (
+        f"{PLACEMENT_RULE}, over all {outcome.space_size} placements ({outcome.evaluated} different costs): "
+        f"{_numbers(best, baseline)}"
+    )
+    second = outcome.faster_but_too_large or outcome.runner_up
+    rejected = ""
+    if second is not None:
+        rejected = f"{_counts(second)} ({second.exit_forward}): {_numbers(second, baseline)}"
+        if second is outcome.faster_but_too_large:
+            rejected += f"; faster, but {_misfit(second)}, over limits.device_memory_bytes"
+        elif second.rank[::2] == best.rank[::2]:
+            rejected += "; equal in both, but less evenly spread"
+    return Decision(subject="exits.placement", choice=_slots(outcome.slots), reason=reason, rejected=rejected)
+
+
+def placement_by_hand(
+    slots: Sequence[Slot], best: Candidate, baseline: Candidate, improved: Candidate | None
+) -> Decision:
+    """For exits listed in the run file; points out when reading them one stage later would be cheaper.
+
+    Args:
+        improved: the same exits with those at the end of a stage read at the start of the next.
+    """
+    reason = f"set in the run file: {_numbers(best, baseline)}"
+    if improved is not None and improved.rank < best.rank:
+        reason += (
+            "; the exits at the end of a stage would cost less if read 'before' the next layer, on the next "
+            f"stage: {_numbers(improved, baseline)}"
+        )
+    return Decision(subject="exits.placement", choice=_slots(slots), reason=reason)
+
+
+def exit_forward(model: CostModel, best: Candidate, other: Candidate | None) -> Decision:
+    """Where exit forwards run; ``other`` is the same placement run the other way, None if not allowed."""
+    subject, choice = "exits.exit_forward", best.exit_forward
+    if other is None:
+        return Decision(subject=subject, choice=choice, reason="set in the run file")
+    gain_ns = best.iteration_ns - other.iteration_ns
+    if choice == "eager":
+        reason = (
+            f"strictly faster than deferred by {format_ns(-gain_ns)}"
+            if gain_ns < 0
+            else f"deferred does not fit: {_misfit(other)}"
+        )
+    elif gain_ns > 0:
+        reason = f"eager would be faster by {format_ns(gain_ns)}, but {_misfit(other)}, over the memory limit"
+    else:
+        reason = "eager is not faster, and deferred keeps no logits between forward and backward"
+    return Decision(
+        subject=subject,
+        choice=choice,
+        reason=f"{reason} (EE-LLM 3.2, Optimization 1)",
+        rejected=f"{other.exit_forward}: {format_ns(other.iteration_ns)}, {_peak(other)}",
+    )
+
+
+def layer_split(layers_per_stage: Sequence[int]) -> Decision:
+    """The uniform split."""
+    return Decision(
+        subject="layers per stage",
+        choice=", ".join(map(str, layers_per_stage)),
+        reason="equal layers on every stage; other splits are not searched",
+    )
+
+
+def _numbers(candidate: Candidate, baseline: Candidate) -> str:
+    time = (
+        f"{format_ns(candidate.iteration_ns)} ({format_percent(overhead(candidate, baseline))} over no exits)"
+    )
+    return f"{time}, {_peak(candidate)}"
+
+
+def _peak(candidate: Candidate) -> str:
+    stage = max(range(len(candidate.peak_bytes)), key=lambda index: candidate.peak_bytes[index])
+    return f"largest peak {format_bytes(candidate.peak_bytes[stage])} on stage {stage + 1}"
+
+
+def _misfit(candidate: Candidate) -> str:
+    stage = max(range(len(candidate.peak_bytes)), key=lambda index: candidate.peak_bytes[index])
+    return f"stage {stage + 1} needs {format_bytes(candidate.peak_bytes[stage])}"
+
+
+def _counts(candidate: Candidate) -> str:
+    return f"{', '.join(map(str, candidate.counts))} exits per stage"
+
+
+def _slots(slots: Sequence[Slot]) -> str:
+    return ", ".join(f"{slot.boundary} layer {slot.layer} (stage {slot.stage + 1})" for slot in slots)
+
+
+def _both(size: int) -> str:
+    return f"{format_bytes(size)} ({size} bytes)"
+
+
+def _exits(count: int) -> str:
+    if count == 0:
+        return "no exits"
+    return "1 exit" if count == 1 else f"{count} exits"

@@ -1,0 +1,172 @@
+"""From a run and a profile to a plan: decide, predict, and write down why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from eeplan import __version__
+from eeplan.plan import Decision, Plan, PlannedExit, Prediction, StagePlan
+from eeplan.profile import OpProfile
+from eeplan.sim import explain
+from eeplan.sim.bounds import bubble_fill_capacity, closed_form_ns, upper_bound_ns
+from eeplan.sim.choice import Choice, PlacedExit, choose, wanted_kinds
+from eeplan.sim.costs import (
+    CostModel,
+    cost_model,
+    pipeline_costs,
+    shared_matrix_sync_ns,
+    to_ns,
+)
+from eeplan.sim.engine import simulate
+from eeplan.sim.layout import uniform_layout
+from eeplan.sim.loss_weights import explain_weights, target_weights
+from eeplan.sim.memory import memory_breakdown
+from eeplan.sim.schedule import one_f_one_b
+from eeplan.sim.search import Candidate
+from eeplan.spec import RunSpec
+
+
+def make_plan(run: RunSpec, run_sha256: str, profile: OpProfile, profile_sha256: str) -> Plan:
+    """Plan a run.
+
+    Args:
+        run: what the user wants.
+        run_sha256: of the run file.
+        profile: op costs measured for the run's shape, micro_batch_size and tensor parallel size.
+        profile_sha256: of the profile file.
+
+    Returns:
+        The plan, without ``content_sha256``, which writing adds.
+
+    Raises:
+        ProfileError: the profile is of another model, or lacks an op that the run needs.
+        PlanInfeasible: nothing that the run asks for fits its limits.
+    """
+    layout = uniform_layout(run.model.num_layers, run.parallel.pipeline_model_parallel_size)
+    model = cost_model(run, profile, layout, wanted_kinds(run.exits))
+    choice = choose(model)
+    exits = _planned_exits(run, choice.exits)
+    return Plan(
+        schema_version=1,
+        eeplan_version=__version__,
+        run_sha256=run_sha256,
+        profile_sha256=profile_sha256,
+        run=run,
+        exits=exits,
+        exit_forward=choice.candidate.exit_forward,
+        schedule="1f1b",
+        num_microbatches=run.num_microbatches,
+        p2p_latency_s=profile.p2p.latency_s,
+        p2p_bandwidth_bytes_per_s=profile.p2p.bandwidth_bytes_per_s,
+        stages=_stage_plans(model, choice.candidate, exits),
+        prediction=_prediction(model, choice),
+        decisions=(*choice.decisions, *_other_decisions(model, choice.exits)),
+        certificate=choice.certificate,
+        extrapolated_ops=model.extrapolated_ops,
+    )
+
+
+def _planned_exits(run: RunSpec, exits: Sequence[PlacedExit]) -> tuple[PlannedExit, ...]:
+    weights = target_weights(
+        run.exits.loss_weights,
+        [placed.slot.depth for placed in exits],
+        run.model.num_layers,
+        [placed.weight for placed in exits],
+    )
+    return tuple(
+        PlannedExit(
+            layer=placed.slot.layer,
+            boundary=placed.slot.boundary,
+            depth=placed.slot.depth,
+            stage=placed.slot.stage,
+            head=placed.head.kind,
+            tied=placed.head.tied,
+            target_weight=weight,
+            # No bubble is filled, so every loss is seen equally often and no weight needs correction.
+            effective_weight=weight,
+        )
+        for placed, weight in zip(exits, weights, strict=True)
+    )
+
+
+def _stage_plans(
+    model: CostModel, candidate: Candidate, exits: Sequence[PlannedExit]
+) -> tuple[StagePlan, ...]:
+    shared_ns = shared_matrix_sync_ns(model, candidate.stages)
+    return tuple(
+        StagePlan(
+            first_layer=model.layout.first_layer(index),
+            last_layer=model.layout.last_layer(index),
+            exit_depths=tuple(placed.depth for placed in exits if placed.stage == index),
+            forward_s=stage.forward_ns / 1e9,
+            backward_s=stage.backward_ns / 1e9,
+            exit_s=stage.exit_ns / 1e9,
+            output_bytes=stage.output_bytes,
+            kept_bytes=stage.kept_bytes,
+            forward_transient_bytes=stage.forward_transient_bytes,
+            backward_transient_bytes=stage.backward_transient_bytes,
+            optimizer_s=stage.optimizer_ns / 1e9,
+            grad_sync_s=(stage.data_sync_ns + shared_ns * stage.holds_shared_matrix) / 1e9,
+            memory=memory_breakdown(model, candidate.stages, index),
+        )
+        for index, stage in enumerate(candidate.stages)
+    )
+
+
+def _prediction(model: CostModel, choice: Choice) -> Prediction:
+    run, candidate = model.run, choice.candidate
+    num_stages, num_microbatches = model.layout.num_stages, run.num_microbatches
+    costs = pipeline_costs(model, candidate.stages)
+    timeline = simulate(one_f_one_b(num_stages, num_microbatches), costs)
+    assert timeline.pipeline_ns == candidate.pipeline_ns, (
+        f"the engine's makespan {timeline.pipeline_ns} differs from the recurrence's {candidate.pipeline_ns}"
+    )
+    busy_ns = sum(timeline.busy_ns(stage) for stage in range(num_stages))
+    closed_form = (
+        closed_form_ns(costs.forward_ns, costs.backward_ns, num_microbatches)
+        if num_microbatches >= num_stages
+        else None
+    )
+    iteration_s = candidate.iteration_ns / 1e9
+    return Prediction(
+        iteration_time_s=iteration_s,
+        pipeline_s=candidate.pipeline_ns / 1e9,
+        grad_sync_s=candidate.grad_sync_ns / 1e9,
+        optimizer_s=candidate.optimizer_ns / 1e9,
+        overhead_s=candidate.overhead_ns / 1e9,
+        baseline_iteration_time_s=choice.baseline.iteration_ns / 1e9,
+        time_overhead=explain.overhead(candidate, choice.baseline),
+        upper_bound_s=_upper_bound_ns(model, candidate) / 1e9,
+        closed_form_s=None if closed_form is None else closed_form / 1e9,
+        bubble_fraction=1.0 - busy_ns / (num_stages * timeline.pipeline_ns),
+        bubble_fill_capacity=bubble_fill_capacity(num_stages, *_backbone_ns(model)),
+        tokens_per_s=run.training.global_batch_size * run.training.seq_length / iteration_s,
+    )
+
+
+def _backbone_ns(model: CostModel) -> tuple[int, int]:
+    """Forward and backward of the layers of the largest stage, for one microbatch."""
+    layers, layer = max(model.layout.layers_per_stage), model.ops["layer"]
+    forward_ns = layers * layer.forward_ns + to_ns(model.profile.microbatch_overhead_s)
+    return forward_ns, layers * layer.backward_ns
+
+
+def _upper_bound_ns(model: CostModel, candidate: Candidate) -> int:
+    embedding, final = model.ops["embedding"], model.ops["final_head"]
+    return upper_bound_ns(
+        sum(_backbone_ns(model)),
+        [stage.exit_ns for stage in candidate.stages],
+        model.run.num_microbatches,
+        embedding_ns=embedding.forward_ns + embedding.backward_ns,
+        final_ns=final.forward_ns + final.backward_ns,
+    )
+
+
+def _other_decisions(model: CostModel, exits: Sequence[PlacedExit]) -> tuple[Decision, ...]:
+    decisions = [explain.layer_split(model.layout.layers_per_stage)]
+    if exits:
+        spec = model.run.exits.loss_weights
+        by_hand = sum(placed.weight is not None for placed in exits)
+        reason = explain_weights(spec, by_hand)
+        decisions.append(Decision(subject="exits.loss_weights", choice=spec.policy, reason=reason))
+    return tuple(decisions)
