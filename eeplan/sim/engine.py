@@ -85,7 +85,7 @@ def memory_over_time(stage: int, spans: Sequence[Span], costs: PipelineCosts) ->
     changed_ns = 0
     samples: list[MemorySample] = []
     for span in spans:
-        if span.start_ns > changed_ns or not samples:
+        if span.start_ns > changed_ns:
             samples.append(MemorySample(changed_ns, live))
         if span.kind == "forward":
             live += kept
