@@ -1,0 +1,327 @@
+"""The command line: parses, calls, prints. No logic, and nothing heavy is imported before it is needed.
+
+Results go to stdout (with ``--json`` one JSON document and nothing else), progress and errors to stderr. Exit
+codes: 0; 2 for an error of the input, told in one line; 130 after Ctrl-C; 1 for a bug of our own, with its
+traceback, and for a failed ``doctor``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from eeplan import __version__
+from eeplan.console import Progress, open_progress
+from eeplan.errors import EeplanError
+
+# Typer's rich mode would cost 0.1 s for every --help.
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+data_app = typer.Typer(rich_markup_mode=None, help="Build training data.")
+bench_app = typer.Typer(rich_markup_mode=None, help="Time eeplan's own parts.")
+app.add_typer(data_app, name="data")
+app.add_typer(bench_app, name="bench")
+
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, alone on stdout.")]
+RunFile = Annotated[Path, typer.Argument(metavar="RUN", help="Run file (run.yaml).")]
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="Plan file (plan.yaml).")]
+
+
+@dataclass(slots=True)
+class _Options:
+    """What the options before the command set."""
+
+    debug: bool = False
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line; the exit code. ``arguments`` is ``sys.argv[1:]`` when None."""
+    options = _Options()
+    try:
+        command = typer.main.get_command(app)
+        args = list(sys.argv[1:] if arguments is None else arguments)
+        code = command.main(args, prog_name="eeplan", standalone_mode=False, obj=options)
+    except EeplanError as error:
+        return _fail(str(error), options)
+    except typer.TyperException as error:
+        return _fail(_usage(error), options)
+    except (KeyboardInterrupt, typer.Abort):
+        print("eeplan: interrupted", file=sys.stderr)
+        return 130
+    return code if isinstance(code, int) else 0
+
+
+def _fail(message: str, options: _Options) -> int:
+    if options.debug:
+        traceback.print_exc()
+    print(f"eeplan: error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+def _usage(error: typer.TyperException) -> str:
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context else "eeplan"
+    return f"{error.format_message().rstrip('.')}; see `{path} --help`"
+
+
+@app.callback(invoke_without_command=True)
+def _global_options(
+    context: typer.Context,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """Plan, simulate, train and serve early-exit language models."""
+    context.obj.debug = debug
+    if version:
+        print(f"eeplan {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit
+
+
+@app.command()
+def profile(
+    run: RunFile,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="PROFILE", help="Profile to write.")],
+    as_json: Json = False,
+) -> None:
+    """Measure on this device what every op of a run costs."""
+    from eeplan.files import require_writable_file
+    from eeplan.runtime.preflight import require_runtime
+    from eeplan.schema import write_yaml
+    from eeplan.spec import load_run
+    from eeplan.views import profile_tables
+
+    with _work() as progress:
+        spec, _ = load_run(run)
+        require_writable_file(output, "profile")
+        require_runtime()
+        from eeplan.runtime.profiler import measure
+
+        with progress.step("measure ops"):
+            measured = measure(spec, progress=progress.update)
+        write_yaml(output, measured, "Written by `eeplan profile`.")
+    _print(
+        as_json, {"profile": str(output)} | measured.model_dump(mode="json"), lambda: profile_tables(measured)
+    )
+
+
+@app.command()
+def plan(
+    run: RunFile,
+    profile: Annotated[Path, typer.Option("--profile", help="Measured op costs (profile.yaml).")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="PLAN", help="Plan to write.")],
+    as_json: Json = False,
+) -> None:
+    """Place exits, say why, predict time and memory."""
+    from eeplan.files import require_writable_file
+    from eeplan.plan import write_plan
+    from eeplan.profile import load_profile
+    from eeplan.sim.planner import make_plan
+    from eeplan.spec import load_run
+    from eeplan.views import plan_tables
+
+    with _work():
+        spec, run_sha256 = load_run(run)
+        costs, profile_sha256 = load_profile(profile)
+        require_writable_file(output, "plan")
+        made = write_plan(output, make_plan(spec, run_sha256, costs, profile_sha256))
+    _print(as_json, {"plan": str(output)} | made.model_dump(mode="json"), lambda: plan_tables(made))
+
+
+@app.command()
+def simulate(
+    plan: PlanFile,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", metavar="FILE", help="Write a Perfetto trace of the iteration.")
+    ] = None,
+    ascii_art: Annotated[bool, typer.Option("--ascii", help="Draw the schedule as text.")] = False,
+    width: Annotated[int, typer.Option("--width", min=20, help="Columns of the drawing.")] = 100,
+    as_json: Json = False,
+) -> None:
+    """Simulate one training iteration of a plan."""
+    from eeplan.files import require_writable_file, write_text
+    from eeplan.plan import load_plan
+    from eeplan.sim.ascii import render
+    from eeplan.sim.costs import pipeline_costs_of
+    from eeplan.sim.engine import simulate as run_simulation
+    from eeplan.sim.schedule import one_f_one_b
+    from eeplan.sim.trace import perfetto
+    from eeplan.views import simulation_result, simulation_tables
+
+    with _work():
+        loaded = load_plan(plan)
+        if trace:
+            require_writable_file(trace, "trace")
+        schedule = one_f_one_b(len(loaded.stages), loaded.num_microbatches)
+        timeline = run_simulation(schedule, pipeline_costs_of(loaded))
+        if trace:
+            write_text(trace, json.dumps(perfetto({"predicted": timeline})))
+        result = simulation_result(loaded, timeline) | ({"trace": str(trace)} if trace else {})
+    drawing = render(timeline, width) if ascii_art else ""
+    if drawing and not as_json:
+        print(drawing + "\n")
+    _print(as_json, result | ({"ascii": drawing} if drawing else {}), lambda: simulation_tables(result))
+
+
+@app.command()
+def train(
+    plan: PlanFile,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Run directory to write.")],
+    nproc: Annotated[
+        int | None,
+        typer.Option("--nproc", min=1, help="Processes; must be what the plan needs, as by default."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Train a plan on this machine, one process per rank."""
+    from eeplan.runtime.preflight import train as run_training
+    from eeplan.views import record_table
+
+    with _work() as progress, progress.step("train"):
+        run_training(plan, out, progress, nproc)
+    result = {"out": str(out), "measured": json.loads((out / "measured.json").read_text())}
+    _print(as_json, result, lambda: (record_table("trained", result),))
+
+
+@app.command()
+def report(
+    run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="Run directory that training left.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="OUT", help="Folder for the report.")],
+    as_json: Json = False,
+) -> None:
+    """Compare what was predicted and what was measured."""
+    from eeplan.report.build import write_report
+    from eeplan.views import record_table
+
+    with _work() as progress, progress.step("write the report"):
+        summary = write_report(run_dir, output)
+    _print(as_json, summary, lambda: (record_table(f"report {output / 'index.html'}", summary),))
+
+
+@app.command()
+def generate(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Checkpoint folder of a run.")],
+    prompt: Annotated[str, typer.Option("--prompt", help="Text to continue.")],
+    threshold: Annotated[
+        float,
+        typer.Option("--threshold", help="Leave at the first exit this confident; 1.0 never leaves early."),
+    ],
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 64,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the sampling.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Continue a prompt and show the exit of every token."""
+    from eeplan.runtime.preflight import require_runtime
+    from eeplan.views import show_generation
+
+    with _work():
+        require_runtime()
+        from eeplan.runtime.decode.generate import generate_text
+
+        result = generate_text(checkpoint, prompt, threshold, max_new_tokens, seed=seed)
+    if as_json:
+        _print_json(result)
+    else:
+        show_generation(result, sys.stdout)
+
+
+@data_app.command("build")
+def data_build(
+    inputs: Annotated[list[Path], typer.Argument(metavar="INPUT...", help="Text or .jsonl files.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="PREFIX", help="Path of the results, without endings.")
+    ],
+    tokenizer: Annotated[
+        str, typer.Option("--tokenizer", help="'byte', 'bpe' to train one, or a tokenizer file.")
+    ] = "bpe",
+    vocab_size: Annotated[
+        int | None, typer.Option("--vocab-size", help="Vocabulary of a new BPE tokenizer (4096).")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Tokenize text and jsonl files into Megatron's indexed dataset."""
+    from eeplan.runtime.preflight import require_runtime
+    from eeplan.views import record_table
+
+    with _work() as progress:
+        require_runtime()
+        from eeplan.runtime.data import build_command
+
+        with progress.step("build data"):
+            built = build_command(inputs, output, tokenizer, vocab_size, progress=progress.update)
+    result = {"data_path": str(output), "tokenizer": f"{output}.tokenizer.json"} | built.model_dump(
+        mode="json"
+    )
+    _print(as_json, result, lambda: (record_table("data", result),))
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Check this machine and the installation."""
+    from eeplan.doctor import examine
+    from eeplan.views import doctor_table
+
+    with _work() as progress:
+        result = examine(progress)
+    _print(as_json, result, lambda: (doctor_table(result["checks"]),))
+    if not result["ok"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for everything the demo makes.")],
+    as_json: Json = False,
+) -> None:
+    """Do all of it on real text, in a few minutes."""
+    from eeplan.demo import run_demo
+    from eeplan.views import record_table
+
+    with _work() as progress:
+        result = run_demo(out, progress=progress)
+    _print(as_json, result, lambda: (record_table(f"demo {out / 'index.html'}", result),))
+
+
+@bench_app.command("sim")
+def bench_simulator(as_json: Json = False) -> None:
+    """Time the simulator and the closed forms."""
+    from eeplan.bench import bench_sim
+    from eeplan.views import record_table
+
+    with _work():
+        result = bench_sim()
+    _print(as_json, result, lambda: (record_table("simulator", result),))
+
+
+@contextlib.contextmanager
+def _work() -> Iterator[Progress]:
+    """Progress for the body; what it or a library prints goes to stderr, since stdout is for results."""
+    with contextlib.redirect_stdout(sys.stderr), open_progress() as progress:
+        yield progress
+
+
+def _print(as_json: bool, result: Any, tables: Callable[[], Sequence[Any]]) -> None:
+    if as_json:
+        _print_json(result)
+        return
+    from eeplan.views import show
+
+    show(tables(), sys.stdout)
+
+
+def _print_json(result: Any) -> None:
+    print(json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False))

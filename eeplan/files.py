@@ -62,3 +62,30 @@ def write_bytes(path: Path, data: bytes) -> None:
 def write_text(path: Path, text: str) -> None:
     """UTF-8 version of :func:`write_bytes`."""
     write_bytes(path, text.encode())
+
+
+def require_writable_folder(folder: Path, what: str) -> None:
+    """Whether files can be written below ``folder``, which need not exist; found out without writing.
+
+    Raises:
+        FileError: a file stands in the way, or permission is missing.
+    """
+    # os.path answers False below a folder that may not be searched; Path.exists would raise.
+    nearest = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
+    if not nearest.is_dir():
+        raise FileError(f"{what} {folder} cannot be made: {nearest} is a file; choose another folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise FileError(
+            f"{what} {folder} cannot be written: no permission in {nearest}; choose another folder"
+        )
+
+
+def require_writable_file(path: Path, what: str) -> None:
+    """Whether ``path`` can be written or replaced; found out without writing.
+
+    Raises:
+        FileError: it is a directory, or its folder cannot be written.
+    """
+    if path.is_dir():
+        raise FileError(f"{what} {path} is a directory; give the name of a file")
+    require_writable_folder(path.parent, f"folder of {what}")

@@ -1,0 +1,94 @@
+"""What must hold before ranks are started: found out in the parent, in a second, with nothing written.
+
+Imports neither torch nor megatron-core.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from eeplan.console import Progress, follow_training
+from eeplan.errors import FileError, LaunchError, PlanError, SchemaError
+from eeplan.files import require_writable_folder
+from eeplan.plan import Plan, load_plan
+from eeplan.runtime.dataset_files import check_data
+from eeplan.runtime.launch import launch
+
+
+def require_runtime() -> None:
+    """Refuse to start without torch and megatron-core.
+
+    Raises:
+        LaunchError: names what is missing and how to install it.
+    """
+    for module, name in (("torch", "torch"), ("megatron", "megatron-core")):
+        if importlib.util.find_spec(module) is None:
+            raise LaunchError(f"{name} is not installed; install the extra: pip install 'eeplan[runtime]'")
+
+
+def check_training(plan_path: Path, out: Path, nproc: int | None = None) -> Plan:
+    """Everything about a training job that can be wrong before it starts.
+
+    Args:
+        plan_path: plan file.
+        out: run directory to be; may exist if it belongs to the same plan.
+        nproc: ranks the user asked for; None accepts the plan's number.
+
+    Returns:
+        The plan, with absolute data paths.
+
+    Raises:
+        FileError, SchemaError, PlanError, DataError, LaunchError.
+    """
+    plan = load_plan(plan_path)
+    world_size = plan.run.parallel.world_size
+    if nproc is not None and nproc != world_size:
+        parallel = plan.run.parallel
+        raise LaunchError(
+            f"--nproc is {nproc}; the plan needs {world_size} processes "
+            f"(pipeline {parallel.pipeline_model_parallel_size} x tensor "
+            f"{parallel.tensor_model_parallel_size} x data {parallel.data_parallel_size}); leave --nproc out"
+        )
+    check_data(plan.run)
+    require_folder_for(plan, out)
+    require_runtime()
+    return plan
+
+
+def require_folder_for(plan: Plan, out: Path) -> None:
+    """Refuse a run directory that cannot be written, or that holds the run of another plan.
+
+    Raises:
+        FileError, PlanError.
+    """
+    require_writable_folder(out, "run directory")
+    copy = out / "plan.yaml"
+    if not copy.exists():
+        return
+    try:
+        other = load_plan(copy)
+    except (FileError, SchemaError, PlanError) as error:
+        raise PlanError(f"run directory {out} is damaged: {error}") from None
+    # Data paths are relative to the plan's folder, so the hashes of a plan and its copy differ.
+    if other.model_copy(update={"content_sha256": ""}) != plan.model_copy(update={"content_sha256": ""}):
+        raise PlanError(
+            f"run directory {out} holds the run of another plan (its plan.yaml has content_sha256 "
+            f"{other.content_sha256[:12]}…, this plan {plan.content_sha256[:12]}…); choose another --out"
+        )
+
+
+def train(plan_path: Path, out: Path, progress: Progress, nproc: int | None = None) -> None:
+    """Check, then run the plan's training job on this machine; returns when all ranks have finished.
+
+    Raises:
+        EeplanError: from :func:`check_training`, or from a rank. LaunchError: a rank died.
+    """
+    plan = check_training(plan_path, out, nproc)
+    launch(
+        "eeplan.runtime.train",
+        [str(plan_path), "--out", str(out)],
+        nproc=plan.run.parallel.world_size,
+        log=out / "train.log",
+        on_line=follow_training(progress),
+    )
