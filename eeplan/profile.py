@@ -26,6 +26,8 @@ class Timing(Model):
 
     n: PositiveInt
     median_s: Seconds
+    mean_s: Seconds
+    """Costs are composed from means: a stage's time is a sum of ops, and medians do not add up."""
     p10_s: Seconds
     p90_s: Seconds
 
