@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from builders import make_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import reference_gpt as gpt
 from torch import Tensor
 
 from eeplan.plan import PlannedExit
-from eeplan.schema import validate
 from eeplan.spec import HEAD_KINDS, RunSpec
 
 TOLERANCE = 1e-12
@@ -26,32 +26,22 @@ STAGES, LAYERS, MICROBATCHES = 3, 6, 2
 Batch = tuple[Tensor, Tensor, Tensor]
 
 
-def make_run(exits: list[dict], untied: bool) -> RunSpec:
-    return validate(
-        {
-            "schema_version": 1,
-            "model": {
-                "num_layers": LAYERS,
-                "hidden_size": 16,
-                "num_attention_heads": 4,
-                "num_query_groups": 2,
-                "ffn_hidden_size": 24,
-                "vocab_size": 29,
-                "make_vocab_size_divisible_by": 8,
-                "untie_embeddings_and_output_weights": untied,
-            },
-            "parallel": {"pipeline_model_parallel_size": STAGES},
-            "training": {
-                "micro_batch_size": 2,
-                "global_batch_size": 2 * MICROBATCHES,
-                "seq_length": 5,
-                "train_iters": 1,
-            },
-            "data": {"data_path": "text", "tokenizer": "tokenizer.json"},
-            "exits": {"layers": exits},
+def small_run(exits: list[dict], untied: bool) -> RunSpec:
+    return make_run(
+        model={
+            "num_layers": LAYERS,
+            "hidden_size": 16,
+            "num_attention_heads": 4,
+            "num_query_groups": 2,
+            "ffn_hidden_size": 24,
+            "vocab_size": 29,
+            "make_vocab_size_divisible_by": 8,
+            "untie_embeddings_and_output_weights": untied,
         },
-        RunSpec,
-        "run",
+        parallel={"pipeline_model_parallel_size": STAGES},
+        training__global_batch_size=2 * MICROBATCHES,
+        training__seq_length=5,
+        exits={"layers": exits},
     )
 
 
@@ -210,13 +200,13 @@ FIRST_MIDDLE_LAST = [
 @pytest.mark.parametrize("deferred", [False, True], ids=["eager", "deferred"])
 @pytest.mark.parametrize("untied", [False, True], ids=["tied", "untied"])
 def test_exits_on_first_middle_and_last_stage(untied: bool, deferred: bool) -> None:
-    run = make_run(FIRST_MIDDLE_LAST, untied)
+    run = small_run(FIRST_MIDDLE_LAST, untied)
     assert {e.stage for e in gpt.requested_exits(run)} == {0, 1, 2}
     assert worst_error(run, deferred) < TOLERANCE
 
 
 def test_without_exits() -> None:
-    assert worst_error(make_run([], untied=False), deferred=True) < TOLERANCE
+    assert worst_error(small_run([], untied=False), deferred=True) < TOLERANCE
 
 
 @st.composite
@@ -240,10 +230,10 @@ def exit_requests(draw: st.DrawFn) -> list[dict]:
 @settings(max_examples=25, deadline=None)
 @given(exits=exit_requests(), untied=st.booleans(), deferred=st.booleans())
 def test_any_placement(exits: list[dict], untied: bool, deferred: bool) -> None:
-    assert worst_error(make_run(exits, untied), deferred) < TOLERANCE
+    assert worst_error(small_run(exits, untied), deferred) < TOLERANCE
 
 
 @pytest.mark.parametrize("fault", ["drop received gradient", "drop local losses", "keep replicas apart"])
 def test_faults_are_seen(fault: str) -> None:
     """Negative control: the comparison notices each way of getting the method wrong."""
-    assert worst_error(make_run(FIRST_MIDDLE_LAST, untied=False), deferred=True, fault=fault) > 1e-3
+    assert worst_error(small_run(FIRST_MIDDLE_LAST, untied=False), deferred=True, fault=fault) > 1e-3

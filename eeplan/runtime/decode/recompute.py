@@ -31,8 +31,7 @@ from eeplan.runtime.decode.kv import KeyValueStore, attached
 from eeplan.runtime.decode.policy import ExitPolicy, confidence_of
 from eeplan.runtime.decode.sampling import Sampling
 from eeplan.runtime.model import EarlyExitGPT
-
-FINAL = "final"
+from eeplan.runtime.stage import FINAL, exit_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +72,8 @@ class RecomputeDecoder:
     attention: tuple[SdpaCoreAttention, ...]
     rotary: Tensor
     """Angles [capacity, 1, 1, D] of all positions."""
+    vocab_size: int
+    """Tokens that may be emitted; logits beyond are padding."""
     length: int = 0
     """Tokens fed so far."""
     pending: list[int] = field(default_factory=list)
@@ -134,7 +135,7 @@ class RecomputeDecoder:
         return emission, last
 
     def _emit_if_confident(self, logits_V: Tensor, depth: int) -> Emission | None:
-        logits_V, name = self._real(logits_V), f"exit_{depth}"
+        logits_V, name = self._real(logits_V), exit_name(depth)
         confidence = _checked(confidence_of(logits_V), name)
         return self._emit(logits_V, name, depth, confidence) if self.policy.leaves(confidence) else None
 
@@ -143,7 +144,7 @@ class RecomputeDecoder:
 
     def _real(self, logits_V: Tensor) -> Tensor:
         """Logits without the vocabulary's padding, which no tokenizer can decode."""
-        return logits_V[: self.model.run.model.vocab_size]
+        return logits_V[: self.vocab_size]
 
 
 def make_decoder(
@@ -154,20 +155,18 @@ def make_decoder(
     seed: int,
     recompute_limit: int,
     capacity: int,
+    vocab_size: int | None = None,
 ) -> RecomputeDecoder:
     """Decoder of one sequence of at most ``capacity`` tokens, with an empty store.
 
     Args:
         model: the whole model on one process, without tensor parallelism.
+        vocab_size: tokens that the tokenizer knows; default, the model's vocabulary without padding.
 
     Raises:
         DecodeError: ``recompute_limit`` is negative.
     """
-    if recompute_limit < 0:
-        raise DecodeError(
-            f"recompute limit is {recompute_limit}; expected the most tokens that may wait for their deep "
-            "keys and values, or 0 to run every token through all layers"
-        )
+    check_recompute_limit(recompute_limit)
     attention = attention_modules(model)
     weight = next(model.parameters())
     store = KeyValueStore(
@@ -180,8 +179,30 @@ def make_decoder(
     )
     with torch.no_grad():
         rotary = model.rotary(capacity)
-    generator = torch.Generator().manual_seed(seed)
-    return RecomputeDecoder(model, policy, sampling, generator, recompute_limit, store, attention, rotary)
+    return RecomputeDecoder(
+        model=model,
+        policy=policy,
+        sampling=sampling,
+        generator=torch.Generator().manual_seed(seed),
+        recompute_limit=recompute_limit,
+        store=store,
+        attention=attention,
+        rotary=rotary,
+        vocab_size=model.run.model.vocab_size if vocab_size is None else vocab_size,
+    )
+
+
+def check_recompute_limit(recompute_limit: int) -> None:
+    """Refuse a limit that no list of pending tokens can have.
+
+    Raises:
+        DecodeError: it is negative.
+    """
+    if recompute_limit < 0:
+        raise DecodeError(
+            f"recompute limit is {recompute_limit}; expected the most tokens that may wait for their deep "
+            "keys and values, or 0 to run every token through all layers"
+        )
 
 
 def emissions(decoder: RecomputeDecoder, prompt: Sequence[int]) -> Iterator[Emission]:

@@ -1,0 +1,260 @@
+"""From a checkpoint and a prompt to text, with the exit of every token."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.core import parallel_state
+
+from eeplan.errors import CheckpointError, DecodeError
+from eeplan.runtime import backend
+from eeplan.runtime.checkpoint import load_model, load_tokenizer_path
+from eeplan.runtime.decode.policy import ExitPolicy, exit_policy
+from eeplan.runtime.decode.recompute import (
+    Emission,
+    RecomputeDecoder,
+    check_recompute_limit,
+    emissions,
+    make_decoder,
+)
+from eeplan.runtime.decode.sampling import Sampling, sampling
+from eeplan.runtime.model import EarlyExitGPT
+from eeplan.runtime.stage import FINAL, exit_name
+from eeplan.runtime.tokenizer import TextStream, Tokenizer, load_tokenizer
+
+DEFAULT_RECOMPUTE_LIMIT = 8
+
+TokenCallback = Callable[[dict[str, Any]], None]
+"""Called with {"text", "id", "exit", "confidence"} as soon as a token is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateOptions:
+    """Checked options of one generation; made by :func:`generate_options`."""
+
+    policy: ExitPolicy
+    sampling: Sampling
+    max_new_tokens: int
+    seed: int
+    recompute_limit: int
+
+
+def generate_options(
+    *,
+    threshold: float,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 0.0,
+    seed: int = 1,
+    recompute_limit: int = DEFAULT_RECOMPUTE_LIMIT,
+) -> GenerateOptions:
+    """Check what a user asks for; arguments as in :func:`generate_text`.
+
+    Raises:
+        DecodeError: an option is out of range.
+    """
+    if max_new_tokens < 1:
+        raise DecodeError(f"max_new_tokens is {max_new_tokens}; expected at least 1")
+    if not 0 <= seed < 2**63:
+        raise DecodeError(f"seed is {seed}; expected a whole number from 0 to 2^63 - 1")
+    check_recompute_limit(recompute_limit)
+    return GenerateOptions(
+        policy=exit_policy(threshold),
+        sampling=sampling(temperature, top_k, top_p),
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        recompute_limit=recompute_limit,
+    )
+
+
+def generate_text(
+    checkpoint: Path,
+    prompt: str,
+    *,
+    threshold: float,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 0.0,
+    seed: int = 1,
+    recompute_limit: int = DEFAULT_RECOMPUTE_LIMIT,
+    on_token: TokenCallback | None = None,
+) -> dict[str, Any]:
+    """Load a checkpoint on this process and continue ``prompt``.
+
+    Args:
+        checkpoint: a checkpoint folder, or a run's folder, whose latest one is taken.
+        threshold: probability at which a token leaves early; 1 never, 0 always at the first exit.
+        temperature: 0 takes the most likely token.
+        top_k, top_p: draw from the k likeliest tokens, or the smallest likeliest set of this probability; 0
+            draws from all.
+        recompute_limit: longest list of tokens whose deep keys and values are missing (``recompute``).
+
+    Returns:
+        As :func:`continue_prompt`.
+
+    Raises:
+        DecodeError: an option is out of range, the prompt is empty or longer than the model's sequences.
+        CheckpointError: missing or damaged. DataError: the prompt or its tokenizer is not readable.
+    """
+    options = generate_options(
+        threshold=threshold,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        recompute_limit=recompute_limit,
+    )
+    if not prompt:
+        raise DecodeError("the prompt is empty; give at least one character to continue")
+    with _this_process() as here:
+        model, _ = load_model(checkpoint, here)
+        tokenizer = load_tokenizer(load_tokenizer_path(checkpoint))
+        return continue_prompt(model, tokenizer, prompt, options, on_token)
+
+
+def continue_prompt(
+    model: EarlyExitGPT,
+    tokenizer: Tokenizer,
+    prompt: str,
+    options: GenerateOptions,
+    on_token: TokenCallback | None = None,
+) -> dict[str, Any]:
+    """Continue ``prompt`` with a model that is already loaded, whole, on this process.
+
+    Ends after ``max_new_tokens``, at the end-of-text token (listed, with empty text), or when the sequence is
+    as long as the model was trained for.
+
+    Returns:
+        Plain data. ``prompt`` and ``prompt_tokens``; ``text``, the continuation; ``tokens``, each {"text",
+        "id", "exit", "confidence"}, whose texts join to ``text``; ``stopped``: "max_new_tokens",
+        "end_of_text" or "seq_length"; ``exits``, tokens by exit, shallowest first; ``mean_depth``, layers
+        that the emitting exits read; ``layers_per_token``, decoder layers really run per new token after the
+        first, recomputed and forced ones included (None for one token); ``seconds``, prompt included;
+        ``tokens_per_s``, new tokens over those seconds; ``threshold`` and ``recompute_limit`` as given.
+
+    Raises:
+        DecodeError: the prompt is empty or too long. CheckpointError: tokenizer and model do not belong
+            together. DataError: the prompt is no valid text.
+    """
+    ids = _prompt_ids(model, tokenizer, prompt)
+    decoder = make_decoder(
+        model,
+        options.policy,
+        options.sampling,
+        seed=options.seed,
+        recompute_limit=options.recompute_limit,
+        # The last token is emitted, never fed.
+        capacity=min(model.run.training.seq_length, len(ids) + options.max_new_tokens - 1),
+        vocab_size=tokenizer.vocab_size,
+    )
+    begin_s = time.perf_counter()
+    with _evaluating(model):
+        emitted, tokens = _collect(decoder, ids, tokenizer, on_token)
+    seconds = time.perf_counter() - begin_s
+    return {
+        "prompt": prompt,
+        "prompt_tokens": len(ids),
+        "text": "".join(token["text"] for token in tokens),
+        "tokens": tokens,
+        "stopped": _stopped(emitted[-1].token == tokenizer.eod, len(emitted) == options.max_new_tokens),
+        "exits": _histogram(model, emitted),
+        "mean_depth": sum(e.depth for e in emitted) / len(emitted),
+        "layers_per_token": _layers_per_token(decoder, len(ids), len(emitted)),
+        "seconds": seconds,
+        "tokens_per_s": len(emitted) / seconds,
+        "threshold": options.policy.threshold,
+        "recompute_limit": options.recompute_limit,
+    }
+
+
+def _collect(
+    decoder: RecomputeDecoder, ids: list[int], tokenizer: Tokenizer, on_token: TokenCallback | None
+) -> tuple[list[Emission], list[dict[str, Any]]]:
+    """Run until the text ends or the store is full; a character of several tokens shows at its last one."""
+    emitted: list[Emission] = []
+    tokens: list[dict[str, Any]] = []
+    stream = TextStream(tokenizer)
+    most = decoder.store.capacity - len(ids) + 1
+    for emission in emissions(decoder, ids):
+        emitted.append(emission)
+        ends = emission.token == tokenizer.eod or len(emitted) == most
+        tokens.append(
+            {
+                "text": stream.push(emission.token) + (stream.finish() if ends else ""),
+                "id": emission.token,
+                "exit": emission.exit,
+                "confidence": emission.confidence,
+            }
+        )
+        if on_token is not None:
+            on_token(tokens[-1])
+        if ends:
+            break
+    return emitted, tokens
+
+
+def _prompt_ids(model: EarlyExitGPT, tokenizer: Tokenizer, prompt: str) -> list[int]:
+    run = model.run
+    if tokenizer.vocab_size > run.model.vocab_size:
+        raise CheckpointError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model {run.model.vocab_size}; use the "
+            "tokenizer that the model was trained with"
+        )
+    ids = tokenizer.encode(prompt)
+    if not ids:
+        raise DecodeError("the prompt is empty; give at least one character to continue")
+    if len(ids) > run.training.seq_length:
+        raise DecodeError(
+            f"the prompt has {len(ids)} tokens, the model was trained on sequences of "
+            f"{run.training.seq_length}; shorten the prompt"
+        )
+    return ids
+
+
+@contextlib.contextmanager
+def _this_process() -> Iterator[backend.Backend]:
+    """This process's backend: the one that is running already, or one for the time of the body."""
+    if parallel_state.model_parallel_is_initialized():
+        yield backend.start()
+        return
+    with backend.single_process() as here:
+        yield here
+
+
+@contextlib.contextmanager
+def _evaluating(model: EarlyExitGPT) -> Iterator[None]:
+    """Evaluation mode meanwhile."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def _histogram(model: EarlyExitGPT, emitted: list[Emission]) -> dict[str, int]:
+    counts = Counter(emission.exit for emission in emitted)
+    depths = sorted(exit_.depth for exit_ in model.stage_spec.exits)
+    return {name: counts[name] for name in (*map(exit_name, depths), FINAL)}
+
+
+def _layers_per_token(decoder: RecomputeDecoder, prompt_tokens: int, num_tokens: int) -> float | None:
+    if num_tokens < 2:
+        return None
+    prompt_layer_rows = decoder.model.stage_spec.last_layer * prompt_tokens
+    return (decoder.work.layer_rows - prompt_layer_rows) / (num_tokens - 1)
+
+
+def _stopped(at_end_of_text: bool, all_asked_for: bool) -> str:
+    if at_end_of_text:
+        return "end_of_text"
+    return "max_new_tokens" if all_asked_for else "seq_length"
