@@ -35,7 +35,7 @@ def demo_corpus(size_bytes: int = DEFAULT_SIZE_BYTES) -> list[tuple[str, str]]:
     """Documents of real English and Python text, about ``size_bytes`` of UTF-8 in all.
 
     The topics come first into the choice, then modules, until the next one would exceed the size. Choice and
-    order follow a hash of the names, not the alphabet, so that any stretch of documents (a validation part at
+    order follow hashes of the names, not the alphabet, so that any stretch of documents (a validation part at
     the end) is a fair sample. The same Python gives the same corpus.
 
     Args:
@@ -49,21 +49,24 @@ def demo_corpus(size_bytes: int = DEFAULT_SIZE_BYTES) -> list[tuple[str, str]]:
     """
     if size_bytes <= 0:
         raise DataError(f"corpus size is {size_bytes} bytes; give a positive number")
-    chosen: list[tuple[str, str]] = []
+    chosen: dict[str, str] = {}
     total = 0
     for name, source in [*_shuffled(_topics()), *_shuffled(_modules())]:
         text = source if isinstance(source, str) else _read_module(source)
-        if text is None:
+        if text is None or text in chosen:
             continue
         total += len(text.encode())
         if chosen and total > size_bytes:
             break
-        chosen.append((name, text))
+        chosen[text] = name
     if not chosen:
         raise DataError(
             "this Python has neither pydoc topics nor library sources to learn from; give text files instead"
         )
-    return sorted(chosen, key=lambda document: _rank(document[0]))
+    # A second hash: by the first, the modules with the highest ranks are the ones left out.
+    return sorted(
+        ((name, text) for text, name in chosen.items()), key=lambda document: _rank("order", document[0])
+    )
 
 
 def _topics() -> dict[str, str | Path]:
@@ -104,8 +107,8 @@ def _read_module(path: Path) -> str | None:
 
 
 def _shuffled(documents: dict[str, str | Path]) -> list[tuple[str, str | Path]]:
-    return sorted(documents.items(), key=lambda document: _rank(document[0]))
+    return sorted(documents.items(), key=lambda document: _rank("choice", document[0]))
 
 
-def _rank(name: str) -> str:
-    return hashlib.sha256(name.encode()).hexdigest()
+def _rank(purpose: str, name: str) -> str:
+    return hashlib.sha256(f"{purpose} {name}".encode()).hexdigest()
