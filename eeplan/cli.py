@@ -111,8 +111,8 @@ def profile(
         require_runtime()
         from eeplan.runtime.profiler import measure
 
-        with progress.step("measure ops"):
-            measured = measure(spec, progress=progress.update)
+        with progress.step("measure ops", announce=True):
+            measured = measure(spec, on_line=progress.line)
         write_yaml(output, measured, "Written by `eeplan profile`.")
     _print(
         as_json, {"profile": str(output)} | measured.model_dump(mode="json"), lambda: profile_tables(measured)
@@ -188,11 +188,13 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train a plan on this machine, one process per rank."""
-    from eeplan.runtime.preflight import train as run_training
+    from eeplan.runtime.preflight import check_training, run_ranks
     from eeplan.views import record_table
 
-    with _work() as progress, progress.step("train"):
-        run_training(plan, out, progress, nproc)
+    with _work() as progress:
+        checked = check_training(plan, out, nproc)
+        with progress.step("train", announce=True):
+            run_ranks(plan, checked, out, progress)
     result = {"out": str(out), "measured": json.loads((out / "measured.json").read_text())}
     _print(as_json, result, lambda: (record_table("trained", result),))
 
@@ -221,7 +223,10 @@ def generate(
         typer.Option("--threshold", help="Leave at the first exit this confident; 1.0 never leaves early."),
     ],
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 64,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the sampling.")] = 0,
+    temperature: Annotated[
+        float, typer.Option("--temperature", help="0 takes the likeliest token, more draws more freely.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option("--seed", help="Of the drawing.")] = 1,
     as_json: Json = False,
 ) -> None:
     """Continue a prompt and show the exit of every token."""
@@ -232,7 +237,14 @@ def generate(
         require_runtime()
         from eeplan.runtime.decode.generate import generate_text
 
-        result = generate_text(checkpoint, prompt, threshold, max_new_tokens, seed=seed)
+        result = generate_text(
+            checkpoint,
+            prompt,
+            threshold=threshold,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+        )
     if as_json:
         _print_json(result)
     else:

@@ -20,8 +20,11 @@ _ITERATION = re.compile(r"^\s*iteration\s+(\d+)\s*/\s*(\d+)")
 class Progress(Protocol):
     """Where a long command says what it is doing."""
 
-    def step(self, title: str) -> AbstractContextManager[None]:
-        """Name the step that the body is, and say how long it took."""
+    def step(self, title: str, *, announce: bool = False) -> AbstractContextManager[None]:
+        """Name the step that the body is, and say how long it took.
+
+        ``announce``: where there is no bar, also write a line when it begins.
+        """
 
     def update(self, done: int, total: int, what: str = "") -> None:
         """``done`` of ``total`` parts of the current step are finished; ``what`` is the one under way."""
@@ -54,7 +57,7 @@ def open_progress(stream: TextIO | None = None) -> Iterator[Progress]:
 
 
 class PlainProgress:
-    """One line at the start and the end of a step, and one at most every few seconds in between."""
+    """A line at the end of a step, and one at most every few seconds until then."""
 
     def __init__(
         self, stream: TextIO, *, interval_s: float = 10.0, clock: Callable[[], float] = time.monotonic
@@ -66,11 +69,12 @@ class PlainProgress:
         self._title = ""
 
     @contextlib.contextmanager
-    def step(self, title: str) -> Iterator[None]:
+    def step(self, title: str, *, announce: bool = False) -> Iterator[None]:
         """See :class:`Progress`."""
         self._title = title
         start_s = self._last_s = self._clock()
-        self.line(f"{title} …")
+        if announce:
+            self.line(f"{title} …")
         yield
         self.line(f"{title}: done in {self._clock() - start_s:.1f} s")
 
@@ -93,8 +97,8 @@ class TerminalProgress:
         self._task: TaskID | None = None
 
     @contextlib.contextmanager
-    def step(self, title: str) -> Iterator[None]:
-        """See :class:`Progress`."""
+    def step(self, title: str, *, announce: bool = False) -> Iterator[None]:
+        """See :class:`Progress`; the bar itself announces."""
         task = self._task = self._bars.add_task(title, total=None, what="")
         yield
         # A step that never said how much there is to do counts as one part.

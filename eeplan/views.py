@@ -28,6 +28,8 @@ class Table:
     title: str
     rows: tuple[tuple[str, ...], ...]
     columns: tuple[str, ...] = ()
+    sentences: bool = False
+    """Cells from the third on are sentences: plain text gives each its own line."""
 
 
 def show(tables: Iterable[Table], stream: TextIO) -> None:
@@ -40,11 +42,18 @@ def show(tables: Iterable[Table], stream: TextIO) -> None:
 
 
 def plain(table: Table) -> str:
-    """The table as lines with aligned columns; a script may rely on one row per line."""
+    """The table as lines with aligned columns, one row a line; sentences stand below their row."""
+    if table.sentences:
+        return "\n".join([table.title, *(line for row in table.rows for line in _with_sentences(table, row))])
     rows = [table.columns, *table.rows] if table.columns else list(table.rows)
     widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(max(map(len, rows), default=0))]
     lines = ["  " + "  ".join(f"{cell:<{widths[i]}}" for i, cell in enumerate(row)).rstrip() for row in rows]
     return "\n".join([table.title, *lines])
+
+
+def _with_sentences(table: Table, row: tuple[str, ...]) -> list[str]:
+    named = zip(table.columns[2:], row[2:], strict=True)
+    return [f"  {row[0]}: {row[1]}", *(f"    {name}: {text}" for name, text in named if text)]
 
 
 def plan_tables(plan: Plan) -> tuple[Table, ...]:
@@ -66,7 +75,7 @@ def plan_tables(plan: Plan) -> tuple[Table, ...]:
         )
         for e in plan.exits
     )
-    decisions = tuple((d.subject, d.choice, d.reason, d.rejected or "-") for d in plan.decisions)
+    decisions = tuple((d.subject, d.choice, d.reason, d.rejected) for d in plan.decisions)
     return (
         Table(
             title, exits or (("no early exit",),), ("exit", "reads", "stage", "head", "matrix", "loss weight")
@@ -94,7 +103,7 @@ def plan_tables(plan: Plan) -> tuple[Table, ...]:
                 ),
             ),
         ),
-        Table("decisions", decisions, ("what", "choice", "why", "best rejected")),
+        Table("decisions", decisions, ("what", "choice", "why", "best rejected"), sentences=True),
         *_notes(plan),
     )
 
@@ -163,8 +172,8 @@ def profile_tables(profile: OpProfile) -> tuple[Table, ...]:
             c.op + (" (extrapolated)" if c.extrapolated else ""),
             str(c.micro_batch_size),
             str(c.forward.n),
-            _text(words.seconds(c.forward.median_s)),
-            _text(words.seconds(c.backward.median_s)),
+            _text(words.seconds(c.forward.mean_s)),
+            _text(words.seconds(c.backward.mean_s)),
             _text(words.size(c.kept_bytes)),
         )
         for c in profile.ops
@@ -173,10 +182,10 @@ def profile_tables(profile: OpProfile) -> tuple[Table, ...]:
     p2p = profile.p2p
     return (
         Table(
-            f"profile of {device.name} ({words.plural(device.cores, 'core')}): {profile.processes} processes, "
+            f"profile of {device.name} ({words.plural(device.cores, 'core')}): {profile.processes} ranks, "
             f"{words.plural(profile.threads, 'thread')} each, {profile.shape.precision}",
             rows,
-            ("op", "micro batch", "n", "forward", "backward", "kept"),
+            ("op", "micro batch", "n", "forward, mean", "backward, mean", "kept"),
         ),
         Table(
             "messages and optimizer",
@@ -282,8 +291,6 @@ def _show_rich(tables: Iterable[Table], stream: TextIO) -> None:
     console = Console(file=stream)
     for table in tables:
         drawn = RichTable(
-            title=Text(table.title, style="bold"),
-            title_justify="left",
             box=box.SIMPLE_HEAD,
             show_header=bool(table.columns),
             pad_edge=False,
@@ -293,7 +300,7 @@ def _show_rich(tables: Iterable[Table], stream: TextIO) -> None:
             drawn.add_column(name, style="cyan" if index == 0 else None, overflow="fold")
         for row in table.rows:
             drawn.add_row(*(Text(cell, style=_STATUS_STYLE.get(cell, "")) for cell in row))
-        console.print(drawn)
+        console.print(Text(table.title, style="bold"), drawn, sep="\n")
 
 
 def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:

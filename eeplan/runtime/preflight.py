@@ -78,13 +78,12 @@ def require_folder_for(plan: Plan, out: Path) -> None:
         )
 
 
-def train(plan_path: Path, out: Path, progress: Progress, nproc: int | None = None) -> None:
-    """Check, then run the plan's training job on this machine; returns when all ranks have finished.
+def run_ranks(plan_path: Path, plan: Plan, out: Path, progress: Progress) -> None:
+    """Train a plan that :func:`check_training` has passed; returns when all ranks have finished.
 
     Raises:
-        EeplanError: from :func:`check_training`, or from a rank. LaunchError: a rank died.
+        EeplanError: an error that a rank reported. LaunchError: a rank died.
     """
-    plan = check_training(plan_path, out, nproc)
     launch(
         "eeplan.runtime.train",
         [str(plan_path), "--out", str(out)],
