@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
@@ -31,6 +30,7 @@ from torch import Tensor
 from eeplan.plan import Plan
 from eeplan.runtime.attention import SdpaCoreAttention
 from eeplan.runtime.backend import Backend, cuda_names_on_cpu
+from eeplan.runtime.sharding import share_of, whole_shape
 from eeplan.spec import HeadKind, RunSpec
 
 
@@ -259,7 +259,7 @@ def build_model(run: RunSpec, stage: StageSpec, backend: Backend) -> EarlyExitGP
     config = transformer_config(run, backend.pipeline_size)
     with cuda_names_on_cpu(backend.device):
         model = EarlyExitGPT(run, stage, config)
-    model.to(backend.device)
+    model.to(device=backend.device, dtype=config.params_dtype)
     initialize(model, run)
     return model
 
@@ -285,7 +285,8 @@ def initialize(model: EarlyExitGPT, run: RunSpec) -> None:
                 parameter.fill_(1.0)
                 continue
             writes_residual = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
-            _fill_normal(parameter, residual_std if writes_residual else std, f"{run.training.seed}:{name}")
+            scale = residual_std if writes_residual else std
+            _fill_normal(parameter, scale, name, run.training.seed)
 
 
 def global_name(local_name: str, first_layer: int) -> str:
@@ -321,16 +322,9 @@ def _output_layer(config: TransformerConfig, vocab_size: int, *, allocate: bool)
     )
 
 
-def _fill_normal(parameter: torch.nn.Parameter, std: float, seed_text: str) -> None:
+def _fill_normal(parameter: torch.nn.Parameter, std: float, name: str, seed: int) -> None:
     """Draw the whole matrix on the CPU, keep this rank's tensor-parallel share."""
-    seed = int.from_bytes(hashlib.sha256(seed_text.encode()).digest()[:8], "big") >> 1
-    generator = torch.Generator().manual_seed(seed)
-    shape = list(parameter.shape)
-    size, rank = 1, 0
-    if getattr(parameter, "tensor_model_parallel", False):
-        size = parallel_state.get_tensor_model_parallel_world_size()
-        rank = parallel_state.get_tensor_model_parallel_rank()
-    axis = getattr(parameter, "partition_dim", 0) if size > 1 else 0
-    shape[axis] *= size
-    whole = torch.randn(shape, generator=generator) * std
-    parameter.copy_(whole.chunk(size, dim=axis)[rank])
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    whole = torch.randn(whole_shape(parameter), generator=generator) * std
+    parameter.copy_(share_of(whole, name, parameter))

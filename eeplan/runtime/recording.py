@@ -1,0 +1,259 @@
+"""What a training run leaves behind: metrics, measured timelines, peak bytes (see docs of the run folder).
+
+Only rank 0 writes; the other ranks hand their spans over at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+from torch.utils.tensorboard import SummaryWriter
+
+from eeplan.files import write_text
+from eeplan.runtime.backend import Backend, software
+from eeplan.runtime.clock import Clock
+from eeplan.runtime.executor import IterationRecord, MarkedSpan
+from eeplan.timeline import MemorySample, Message, Span, Timeline
+
+MAX_TIMELINES = 12
+"""Measured timelines kept in the run folder: those of the iterations closest to the median time."""
+
+
+@dataclass(slots=True)
+class StageTrace:
+    """One stage's part of one iteration in machine time."""
+
+    iteration: int
+    start_ns: int
+    end_ns: int
+    spans: list[tuple[str, int, int, int]]
+    """(kind, microbatch, start_ns, end_ns)"""
+    sends: list[tuple[str, int, int]]
+    """(direction, microbatch, ns)"""
+    receives: list[tuple[str, int, int]]
+    memory: list[tuple[int, int]] = field(default_factory=list)
+    """(ns, live bytes)"""
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Peak bytes of one stage."""
+
+    peak_bytes: int
+    process_peak_bytes: int
+    state_bytes: int
+
+
+def stage_trace(
+    clock: Clock,
+    iteration: int,
+    bounds: tuple[Any, Any],
+    record: IterationRecord,
+    extra: Sequence[MarkedSpan],
+) -> StageTrace:
+    """Resolve the marks of one iteration; ``bounds`` are the marks of its start and end."""
+    spans = [*record.spans, *extra]
+    marks = [*bounds, *(m for s in spans for m in (s.start, s.end)), *(m.at for m in record.messages)]
+    times = iter(clock.resolve(marks))
+    start_ns, end_ns = next(times), next(times)
+    resolved = [(span.kind, span.microbatch, next(times), next(times)) for span in spans]
+    messages = [(m.is_send, m.direction, m.microbatch, next(times)) for m in record.messages]
+    return StageTrace(
+        iteration,
+        start_ns,
+        end_ns,
+        resolved,
+        sends=[(d, m, t) for is_send, d, m, t in messages if is_send],
+        receives=[(d, m, t) for is_send, d, m, t in messages if not is_send],
+    )
+
+
+def merge(stages: Sequence[StageTrace], message_bytes: int) -> Timeline:
+    """One timeline from the traces of all stages of an iteration; time 0 is the earliest start."""
+    zero = min(stage.start_ns for stage in stages)
+    spans = tuple(
+        tuple(Span(i, kind, m, a - zero, b - zero) for kind, m, a, b in stage.spans)  # type: ignore[arg-type]
+        for i, stage in enumerate(stages)
+    )
+    messages = []
+    for i, stage in enumerate(stages):
+        for direction, microbatch, sent in stage.sends:
+            target = i + 1 if direction == "forward" else i - 1
+            received = next(t for d, m, t in stages[target].receives if (d, m) == (direction, microbatch))
+            messages.append(
+                Message(i, target, direction, microbatch, message_bytes, sent - zero, received - zero)  # type: ignore[arg-type]
+            )
+    memory = tuple(tuple(MemorySample(max(0, t - zero), b) for t, b in stage.memory) for stage in stages)
+    return Timeline(spans, tuple(sorted(messages, key=lambda m: m.send_ns)), memory)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Seconds of one iteration by part, over all stages."""
+
+    iteration_s: float
+    pipeline_s: float
+    grad_sync_s: float
+    optimizer_s: float
+    overhead_s: float
+
+
+def parts_of(stages: Sequence[StageTrace]) -> Parts:
+    """Split an iteration: until the last backward, then until the last stage has synchronised, stepped, ended."""
+    start = min(stage.start_ns for stage in stages)
+    end = max(stage.end_ns for stage in stages)
+
+    def last(*kinds: str) -> int:
+        return max(b for stage in stages for kind, _, _, b in stage.spans if kind in kinds)
+
+    computed, synchronised, stepped = last("forward", "backward"), last("grad_sync"), last("optimizer")
+    return Parts(
+        iteration_s=(end - start) / 1e9,
+        pipeline_s=(computed - start) / 1e9,
+        grad_sync_s=(synchronised - computed) / 1e9,
+        optimizer_s=(stepped - synchronised) / 1e9,
+        overhead_s=(end - stepped) / 1e9,
+    )
+
+
+class MetricsWriter:
+    """metrics.jsonl, TensorBoard and Megatron-style log lines; used on rank 0."""
+
+    def __init__(self, out: Path, log: TextIO, train_iters: int, global_batch_size: int) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        self._file = (out / "metrics.jsonl").open("w")
+        self._board = SummaryWriter(str(out / "tensorboard"))
+        self._log = log
+        self._train_iters = train_iters
+        self._global_batch_size = global_batch_size
+
+    def reference(self, unigram_entropy_nats: float) -> None:
+        """The loss that knowing word frequencies alone would reach."""
+        self._write({"kind": "reference", "unigram_entropy_nats": unigram_entropy_nats})
+
+    def train(self, iteration: int, values: dict[str, Any], *, print_line: bool) -> None:
+        """One training iteration: ``losses``, ``lr``, ``grad_norm``, ``iteration_time_s``, ``tokens_per_s``."""
+        samples = iteration * self._global_batch_size
+        self._write({"kind": "train", "iteration": iteration, "consumed_samples": samples, **values})
+        for name, loss in values["losses"].items():
+            self._board.add_scalar(f"train/{name} loss", loss, iteration)
+        for key in ("lr", "grad_norm", "iteration_time_s", "tokens_per_s"):
+            self._board.add_scalar(f"train/{key}", values[key], iteration)
+        if print_line:
+            self._say(
+                f"iteration {iteration:8d}/{self._train_iters:8d} | consumed samples: {samples:12d} | "
+                f"elapsed time per iteration (ms): {values['iteration_time_s'] * 1e3:.1f} | "
+                f"learning rate: {values['lr']:.6E} | global batch size: {self._global_batch_size:5d} | "
+                f"{_loss_text(values['losses'])} | grad norm: {values['grad_norm']:.3f} |"
+            )
+
+    def validation(self, iteration: int, losses: Mapping[str, float]) -> None:
+        """Validation losses of every head."""
+        self._write({"kind": "validation", "iteration": iteration, "losses": dict(losses)})
+        for name, loss in losses.items():
+            self._board.add_scalar(f"validation/{name} loss", loss, iteration)
+        self._say(f"validation loss at iteration {iteration} | {_loss_text(losses)} |")
+
+    def close(self) -> None:
+        """Flush and close all files."""
+        self._file.close()
+        self._board.close()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def _say(self, text: str) -> None:
+        print(f" [{time.strftime('%Y-%m-%d %H:%M:%S')}] {text}", file=self._log, flush=True)
+
+
+def write_measurements(
+    out: Path,
+    backend: Backend,
+    traces: Sequence[StageTrace],
+    memory: StageMemory,
+    *,
+    message_bytes: int,
+    untimed: Sequence[int],
+    wall_s: float,
+) -> None:
+    """Gather every stage's traces on rank 0 and write timelines.json and measured.json; collective.
+
+    Args:
+        untimed: iterations left out of time statistics (warm-up, and those slowed by measuring memory).
+    """
+    mine = (backend.data_rank, backend.tensor_rank, backend.pipeline_rank, list(traces), memory)
+    gathered: list[Any] | None = [None] * backend.world_size if backend.rank == 0 else None
+    dist.gather_object(mine, gathered, dst=0)
+    if gathered is None:
+        return
+    pipeline = sorted((g for g in gathered if g[:2] == (0, 0)), key=lambda g: g[2])
+    iterations = [list(stages) for stages in zip(*(g[3] for g in pipeline), strict=True)]
+    timed = [stages for stages in iterations if stages[0].iteration not in untimed] or iterations
+    parts = [parts_of(stages) for stages in timed]
+    median_s = statistics.median(p.iteration_s for p in parts)
+    measured = {
+        "iteration_time_s": median_s,
+        "iterations_timed": len(parts),
+        "pipeline_s": statistics.median(p.pipeline_s for p in parts),
+        "grad_sync_s": statistics.median(p.grad_sync_s for p in parts),
+        "optimizer_s": statistics.median(p.optimizer_s for p in parts),
+        "overhead_s": statistics.median(p.overhead_s for p in parts),
+        "iteration_times_s": [p.iteration_s for p in parts],
+        "peak_bytes": [g[4].peak_bytes for g in pipeline],
+        "state_bytes": [g[4].state_bytes for g in pipeline],
+        "process_peak_bytes": [g[4].process_peak_bytes for g in pipeline],
+        "wall_s": wall_s,
+        "device": device_fingerprint(backend.device),
+        "threads": torch.get_num_threads(),
+        "software": software(),
+    }
+    closest = sorted(timed, key=lambda stages: abs(parts_of(stages).iteration_s - median_s))[:MAX_TIMELINES]
+    with_memory = [stages for stages in iterations if stages[0].memory]
+    kept = {stages[0].iteration: stages for stages in [*closest, *with_memory]}
+    timelines = [
+        {"iteration": number, "timeline": merge(kept[number], message_bytes).to_json()}
+        for number in sorted(kept)
+    ]
+    write_text(out / "timelines.json", json.dumps({"iterations": timelines}) + "\n")
+    write_text(out / "measured.json", json.dumps(measured, indent=1) + "\n")
+
+
+def device_fingerprint(device: torch.device) -> dict[str, Any]:
+    """Kind, name, cores and memory of the device."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return {
+            "kind": "cuda",
+            "name": properties.name,
+            "cores": cores,
+            "memory_bytes": int(properties.total_memory),
+        }
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"kind": "cpu", "name": _cpu_name(), "cores": cores, "memory_bytes": memory}
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else "CPU"
+
+
+def _loss_text(losses: Mapping[str, float]) -> str:
+    ordered = sorted(losses.items(), key=lambda item: item[0] != "final")
+    return " | ".join(
+        f"{'lm' if name == 'final' else name.replace('_', ' ')} loss: {loss:.6E}" for name, loss in ordered
+    )

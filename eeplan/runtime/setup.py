@@ -1,0 +1,84 @@
+"""Everything one rank needs to execute a plan, put together in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from eeplan.plan import Plan
+from eeplan.runtime.backend import Backend, start
+from eeplan.runtime.clock import Clock
+from eeplan.runtime.executor import Channels, Executor
+from eeplan.runtime.model import EarlyExitGPT, StageSpec, build_model, stage_specs
+from eeplan.runtime.optimizer import Training, make_tied_group
+from eeplan.runtime.stage import StageComputation, loss_weights
+from eeplan.sim.schedule import Schedule, one_f_one_b
+from eeplan.sim.validators import validate
+from eeplan.spec import RunSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One rank, ready to run iterations."""
+
+    plan: Plan
+    backend: Backend
+    stage: StageSpec
+    model: EarlyExitGPT
+    training: Training
+    computation: StageComputation
+    channels: Channels
+    executor: Executor
+    schedule: Schedule
+    clock: Clock
+
+
+def start_backend(run: RunSpec) -> Backend:
+    """Join the process group with the run's parallel layout."""
+    return start(
+        tensor_model_parallel_size=run.parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=run.parallel.pipeline_model_parallel_size,
+        # Tied copies may live on any stage; eeplan reduces them itself (optimizer.make_tied_group).
+        embedding_ranks=lambda ranks: list(ranks)[:1],
+    )
+
+
+def set_up(plan: Plan) -> Rank:
+    """Build this rank's part of ``plan``; collective over all ranks.
+
+    Raises:
+        ScheduleError: the schedule would deadlock, mispair microbatches, or miscount them.
+    """
+    schedule = one_f_one_b(len(plan.stages), plan.num_microbatches)
+    validate(schedule)
+    backend = start_backend(plan.run)
+    stages = stage_specs(plan)
+    stage = stages[backend.pipeline_rank]
+    model = build_model(plan.run, stage, backend)
+    training = Training(plan.run, model, backend)
+    training.tied_group = make_tied_group(stages, plan.run)
+    computation = StageComputation(model, loss_weights(plan), plan.exit_forward, plan.num_microbatches)
+    channels = make_channels(plan.run, backend)
+    clock = Clock(backend.device)
+    executor = Executor(schedule, backend.pipeline_rank, computation, channels, clock)
+    return Rank(plan, backend, stage, model, training, computation, channels, executor, schedule, clock)
+
+
+def make_channels(run: RunSpec, backend: Backend) -> Channels:
+    """Process groups and neighbours for messages between stages; collective over all ranks."""
+    forward_group, backward_group = dist.new_group(), dist.new_group()
+    pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    here = backend.pipeline_rank
+    training = run.training
+    return Channels(
+        forward_group=forward_group,
+        backward_group=backward_group,
+        previous_rank=pipeline[here - 1] if here > 0 else None,
+        next_rank=pipeline[here + 1] if here + 1 < len(pipeline) else None,
+        message_shape=(training.seq_length, training.micro_batch_size, run.model.hidden_size),
+        dtype=torch.bfloat16 if training.precision == "bf16" else torch.float32,
+        device=backend.device,
+    )
