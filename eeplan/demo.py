@@ -121,7 +121,7 @@ def _profile(run_path: Path, profile_path: Path, progress: Progress) -> None:
     from eeplan.runtime.profiler import measure
 
     run, _ = load_run(run_path)
-    write_yaml(profile_path, measure(run, on_line=progress.line), "Written by `eeplan demo`.")
+    write_yaml(profile_path, measure(run, progress=progress.update), "Written by `eeplan demo`.")
 
 
 def _plan(run_path: Path, out: Path, progress: Progress) -> None:
