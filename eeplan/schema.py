@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
 
 from eeplan.errors import SchemaError
 from eeplan.files import read_bytes, sha256_bytes, write_text
+
+_UNION_BRANCH = re.compile(r"\[|^constrained-|^(int|float|str)$")
 
 
 class Model(BaseModel):
@@ -60,6 +64,9 @@ def parse_yaml(raw: bytes, where: str) -> dict[str, Any]:
         at = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = " ".join(str(getattr(error, "problem", None) or error).split())
         raise SchemaError(f"{where}: not valid YAML{at}: {problem}") from None
+    except (ValueError, RecursionError) as error:
+        # Digits by the thousand, or brackets nested by the thousand.
+        raise SchemaError(f"{where}: not a sensible YAML file: {error}") from None
     if not isinstance(document, dict):
         found = "an empty file" if document is None else f"a {type(document).__name__}"
         raise SchemaError(f"{where}: expected a mapping of keys at the top level, found {found}")
@@ -73,11 +80,15 @@ def validate(document: Any, schema: type[ModelT], where: str) -> ModelT:
         return schema.model_validate_json(json.dumps(document, default=str))
     except ValidationError as error:
         raise SchemaError(f"{where}: {_first_problem(error, schema)}") from None
+    except (ValueError, RecursionError):
+        raise SchemaError(f"{where}: an anchor contains itself; write the value out") from None
 
 
 def dump_yaml(model: Model) -> str:
     """YAML text of a model, keys in the order of the schema."""
-    return yaml.safe_dump(model.model_dump(mode="json"), sort_keys=False, width=110, allow_unicode=True)
+    return yaml.dump(
+        model.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=True
+    )
 
 
 def write_yaml(path: Path, model: Model, header: str = "") -> None:
@@ -105,13 +116,26 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that quotes a string which :class:`_UniqueKeyLoader` would read as a number."""
+
+
+# YAML 1.1, which PyYAML follows, takes 1e-4 for a string; YAML 1.2 and everybody else take it for a number.
+_SHORT_FLOAT = re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+\Z")
+for _class in (_UniqueKeyLoader, _Dumper):
+    _class.add_implicit_resolver("tag:yaml.org,2002:float", _SHORT_FLOAT, list("-+0123456789"))
+
+
 def _first_problem(error: ValidationError, schema: type[Model]) -> str:
-    problem = error.errors(include_url=False)[0]
-    location = [part for part in problem["loc"] if not (isinstance(part, str) and "[" in part)]
+    problems = error.errors(include_url=False)
+    problem = problems[0]
+    location = _keys_of(problem)
     path = _path_text(location)
-    more = error.error_count() - 1
-    tail = f" (and {more} more problem{'s' if more > 1 else ''})" if more else ""
     kind = problem["type"]
+    # Each branch of a union such as `auto | number` complains for itself; that is one problem.
+    branches = [other for other in problems if _keys_of(other) == location]
+    more = len(problems) - len(branches)
+    tail = f" (and {more} more problem{'s' if more > 1 else ''})" if more else ""
     if kind == "extra_forbidden":
         valid = _valid_keys(schema, location[:-1])
         near = difflib.get_close_matches(str(location[-1]), valid, n=1, cutoff=0.5)
@@ -122,8 +146,16 @@ def _first_problem(error: ValidationError, schema: type[Model]) -> str:
     message = problem["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     if kind in ("value_error", "assertion_error"):
         return f"{path + ': ' if path else ''}{message}{tail}"
+    message = " or ".join(
+        [message, *(other["msg"].removeprefix("Input should be ") for other in branches[1:])]
+    )
     message = message[0].lower() + message[1:]
     return f"key '{path}' has value {_short(problem['input'])}: {message}{tail}"
+
+
+def _keys_of(problem: ErrorDetails) -> list[int | str]:
+    """Where a problem is, without the names that pydantic gives to the branches of a union."""
+    return [part for part in problem["loc"] if isinstance(part, int) or not _UNION_BRANCH.search(part)]
 
 
 def _path_text(location: list[int | str]) -> str:

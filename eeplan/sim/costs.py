@@ -237,8 +237,8 @@ def to_ns(seconds: float) -> int:
 
 def _numbers(cost: OpCost) -> OpNumbers:
     return OpNumbers(
-        forward_ns=to_ns(cost.forward.median_s),
-        backward_ns=to_ns(cost.backward.median_s),
+        forward_ns=to_ns(cost.forward.mean_s),
+        backward_ns=to_ns(cost.backward.mean_s),
         kept_bytes=cost.kept_bytes,
         forward_transient_bytes=cost.forward_transient_bytes,
         backward_transient_bytes=cost.backward_transient_bytes,

@@ -130,14 +130,14 @@ class NaiveStage:
         ops = [self.op("layer")] * self.num_layers
         ops += [self.op("embedding")] * self.is_first + [self.op("final_head")] * self.is_last
         ops += [self.exit_op()] * len(self.exits) * self.eager
-        return round(self.profile.microbatch_overhead_s * 1e9) + sum(_ns(op.forward.median_s) for op in ops)
+        return round(self.profile.microbatch_overhead_s * 1e9) + sum(_ns(op.forward.mean_s) for op in ops)
 
     def backward_ns(self) -> int:
         ops = [self.op("layer")] * self.num_layers + [self.exit_op()] * len(self.exits)
         ops += [self.op("embedding")] * self.is_first + [self.op("final_head")] * self.is_last
-        total = sum(_ns(op.backward.median_s) for op in ops)
+        total = sum(_ns(op.backward.mean_s) for op in ops)
         if not self.eager:
-            total += len(self.exits) * _ns(self.exit_op().forward.median_s)
+            total += len(self.exits) * _ns(self.exit_op().forward.mean_s)
         return total
 
     def matrix_parameters(self) -> int:
