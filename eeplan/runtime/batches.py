@@ -20,8 +20,14 @@ from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 import numpy as np
 
 from eeplan.errors import DataError
-from eeplan.runtime.dataset_files import DataSummary, Part, check_data, part_documents
-from eeplan.runtime.tokenizer import Tokenizer, load_tokenizer
+from eeplan.runtime.dataset_files import (
+    DataFiles,
+    DataSummary,
+    Part,
+    check_data,
+    part_documents,
+    read_summary,
+)
 from eeplan.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -155,8 +161,9 @@ def build_batches(
     groups = run.training.train_iters if split == "train" else run.training.eval_iters
     num_samples = groups * run.training.global_batch_size
     folder = _agree_on_cache(run, split, num_samples)
+    summary = read_summary(DataFiles(Path(run.data.data_path)))
     try:
-        dataset = _gpt_dataset(run, split, num_samples, folder)
+        dataset = _gpt_dataset(run, summary, split, num_samples, folder)
     except (OSError, ValueError, EOFError) as error:
         raise DataError(
             f"index cache {folder} cannot be read ({error}); delete the folder, and keep the data where "
@@ -202,7 +209,7 @@ def _build_cache(run: RunSpec, split: Part, num_samples: int) -> Path:
         temporary = Path(tempfile.mkdtemp(dir=root, prefix=f".{folder.name}."))
         try:
             os.chmod(temporary, 0o755)
-            _gpt_dataset(run, split, num_samples, temporary)
+            _gpt_dataset(run, summary, split, num_samples, temporary)
             os.rename(temporary, folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -231,7 +238,9 @@ def _cache_key(run: RunSpec, summary: DataSummary, documents: range, num_samples
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
-def _gpt_dataset(run: RunSpec, split: Part, num_samples: int, cache: Path) -> GPTDataset:
+def _gpt_dataset(
+    run: RunSpec, summary: DataSummary, split: Part, num_samples: int, cache: Path
+) -> GPTDataset:
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.datasets.utils import Split
 
@@ -242,14 +251,14 @@ def _gpt_dataset(run: RunSpec, split: Part, num_samples: int, cache: Path) -> GP
         blend=([str(prefix)], None),
         split=_plain_split(run.data.split),
         path_to_cache=str(cache),
-        tokenizer=_MegatronTokenizer(load_tokenizer(run.data.tokenizer)),
+        tokenizer=_MegatronTokenizer(summary),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
         create_attention_mask=False,
     )
     low_level = GPTDataset.build_low_level_dataset(str(prefix), config)
-    documents = part_documents(run.data, GPTDataset.numel_low_level_dataset(low_level))[split]
+    documents = part_documents(run.data, summary.documents)[split]
     indices = np.arange(documents.start, documents.stop, dtype=np.int32)
     # The name instead of the path: it goes into the cache files' names, and folders are moved.
     return GPTDataset(low_level, prefix.name, indices, num_samples, Split[split], config)
@@ -264,7 +273,7 @@ def _plain_split(split: str) -> str:
 class _MegatronTokenizer:
     """What ``GPTDataset`` asks of a tokenizer. It has no ``pad``: every label counts."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.vocab_size = tokenizer.vocab_size
-        self.eod = tokenizer.eod
-        self.unique_identifiers = {"sha256": tokenizer.sha256}
+    def __init__(self, summary: DataSummary) -> None:
+        self.vocab_size = summary.vocab_size
+        self.eod = summary.eod
+        self.unique_identifiers = {"sha256": summary.tokenizer_sha256}

@@ -293,6 +293,7 @@ def _write_files(
         text_bytes=text_bytes,
         append_eod=append_eod,
         vocab_size=tokenizer.vocab_size,
+        eod=tokenizer.eod,
         tokenizer_kind=tokenizer.kind,
         tokenizer_sha256=tokenizer.sha256,
         unigram_entropy_nats=_entropy_nats(counts),

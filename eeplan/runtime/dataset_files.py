@@ -51,6 +51,7 @@ class DataSummary(Model):
     """UTF-8 bytes of the documents' text."""
     append_eod: bool
     vocab_size: int
+    eod: int
     tokenizer_kind: str
     tokenizer_sha256: str
     unigram_entropy_nats: float

@@ -178,7 +178,7 @@ class BpeTokenizer(Tokenizer):
             pieces.extend(_pieces(text))
             ends.append(len(pieces))
         encoded = self._library.encode_batch_fast(pieces, add_special_tokens=False)
-        starts = [0, *ends[:-1]]
+        starts = [0, *ends][: len(ends)]
         return [
             [token_id for piece in encoded[start:end] for token_id in piece.ids]
             for start, end in zip(starts, ends, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Sequence
@@ -63,8 +64,8 @@ def wide_tokenizer(vocab_size: int) -> BpeTokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     upper, lower = "ABCDEFGHIJKLMNOPQRSTUVWXYZ", "abcdefghijklmnopqrstuvwxyz"
     pairs = [x + y for x in upper for y in lower]
-    quads = [(p, q) for p in pairs for q in pairs][: vocab_size - 1 - len(alphabet) - len(pairs)]
-    merges = [(pair[0], pair[1]) for pair in pairs] + quads
+    quads = itertools.islice(itertools.product(pairs, pairs), vocab_size - 1 - len(alphabet) - len(pairs))
+    merges = [(pair[0], pair[1]) for pair in pairs] + [*quads]
     tokens = [*alphabet, *(first + second for first, second in merges)]
     library = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

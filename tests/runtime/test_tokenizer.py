@@ -43,6 +43,7 @@ def test_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
     assert all(0 <= token_id < tokenizer.vocab_size for token_id in ids)
     assert tokenizer.eod not in ids
     assert tokenizer.encode_batch([text, "", text]) == [ids, [], ids]
+    assert tokenizer.encode_batch([]) == []
 
 
 @both_kinds
