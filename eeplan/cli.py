@@ -195,7 +195,7 @@ def train(
         checked = check_training(plan, out, nproc)
         with progress.step("train", announce=True):
             run_ranks(plan, checked, out, progress)
-    result = {"out": str(out), "measured": json.loads((out / "measured.json").read_text())}
+    result = {"out": str(out), "measured": _read_json(out / "measured.json")}
     _print(as_json, result, lambda: (record_table("trained", result),))
 
 
@@ -324,6 +324,10 @@ def _work() -> Iterator[Progress]:
     """Progress for the body; what it or a library prints goes to stderr, since stdout is for results."""
     with contextlib.redirect_stdout(sys.stderr), open_progress() as progress:
         yield progress
+
+
+def _read_json(path: Path) -> Any:
+    return json.loads(path.read_text())
 
 
 def _print(as_json: bool, result: Any, tables: Callable[[], Sequence[Any]]) -> None:
