@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
-_ITERATION = re.compile(r"^\s*iteration\s+(\d+)\s*/\s*(\d+)")
+_ITERATION = re.compile(r"(?:^|\s)iteration\s+(\d+)\s*/\s*(\d+)")
 
 
 class Progress(Protocol):
@@ -120,7 +120,7 @@ def follow_training(progress: Progress) -> Callable[[str], None]:
 
     def on_line(text: str) -> None:
         progress.line(text)
-        if match := _ITERATION.match(text):
+        if match := _ITERATION.search(text):
             progress.update(int(match[1]), int(match[2]))
 
     return on_line
