@@ -120,21 +120,22 @@ class _Dumper(yaml.SafeDumper):
     """SafeDumper that quotes a string which :class:`_UniqueKeyLoader` would read as a number."""
 
 
-# YAML 1.1, which PyYAML follows, takes 1e-4 for a string; YAML 1.2 and everybody else take it for a number.
-_SHORT_FLOAT = re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+\Z")
+# YAML 1.1, which PyYAML follows, takes 1e-4 and 1.5e3 for strings; YAML 1.2 takes them for numbers.
+_SHORT_FLOAT = re.compile(r"[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9]+)[eE][-+]?[0-9]+\Z")
 for _class in (_UniqueKeyLoader, _Dumper):
-    _class.add_implicit_resolver("tag:yaml.org,2002:float", _SHORT_FLOAT, list("-+0123456789"))
+    _class.add_implicit_resolver("tag:yaml.org,2002:float", _SHORT_FLOAT, list("-+.0123456789"))
 
 
 def _first_problem(error: ValidationError, schema: type[Model]) -> str:
     problems = error.errors(include_url=False)
-    problem = problems[0]
+    # A misspelt key is both unknown and missing; the first says more.
+    problem = min(problems, key=lambda one: one["type"] != "extra_forbidden")
     location = _keys_of(problem)
     path = _path_text(location)
     kind = problem["type"]
     # Each branch of a union such as `auto | number` complains for itself; that is one problem.
     branches = [other for other in problems if _keys_of(other) == location]
-    more = len(problems) - len(branches)
+    more = len({_path_text(_keys_of(other)) for other in problems}) - 1
     tail = f" (and {more} more problem{'s' if more > 1 else ''})" if more else ""
     if kind == "extra_forbidden":
         valid = _valid_keys(schema, location[:-1])
