@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eeplan.errors import FileError, SchemaError
@@ -48,6 +48,7 @@ outers = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(outers)
 def test_every_model_survives_its_yaml(outer: Outer) -> None:
     assert validate(parse_yaml(dump_yaml(outer).encode(), "file"), Outer, "file") == outer
@@ -98,7 +99,7 @@ def test_other_words_stay_words_or_what_they_were(text: str) -> None:
         (b"!!python/object/apply:os.getcwd []", "not valid YAML"),
         (b"a: *b", "undefined alias"),
         (b"count: " + b"9" * 6000, "not a sensible YAML file"),
-        (b"a: " + b"[" * 5000, "not a sensible YAML file"),
+        (b"a: " + b"[" * 1500, "not a sensible YAML file"),
         (b"table: &a {b: *a}", "an anchor contains itself"),
         (b"nmae: x", "unknown key 'nmae'; did you mean 'name'?"),
         (b"inner: {siez: 1}", "unknown key 'inner.siez'; did you mean 'size'? (and 1 more problem)"),
@@ -132,6 +133,7 @@ def test_what_is_wrong_is_said_in_one_line(raw: bytes, message: str) -> None:
     assert len(str(refusal.value)) < 300
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=40))
 def test_any_bytes_give_a_mapping_or_a_schema_error(raw: bytes) -> None:
     try:

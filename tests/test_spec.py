@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from builders import make_run, run_document, write_run
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eeplan.errors import FileError, SchemaError, SpecError
@@ -36,6 +36,7 @@ def test_a_run_file_round_trips_and_its_data_paths_become_absolute(tmp_path: Pat
         load_run(tmp_path / "other.yaml")
 
 
+@settings(deadline=None)
 @given(
     st.integers(1, 64),
     st.sampled_from([1, 2, 4]),

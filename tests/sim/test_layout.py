@@ -56,6 +56,7 @@ def test_inside_a_stage_both_boundaries_are_the_same_place() -> None:
     )
 
 
+@settings(deadline=None)
 @given(splits)
 def test_slots_are_every_distinct_pair_of_depth_and_stage(split: tuple[int, ...]) -> None:
     layout = Layout(split)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eeplan.sim.loss_weights import explain_weights, target_weights
@@ -16,6 +16,7 @@ def test_uniform_policy_repeats_the_scale() -> None:
     assert target_weights(LossWeightSpec(policy="uniform", scale=0.1), (3, 5, 9), 12) == (0.1, 0.1, 0.1)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 99), min_size=1, max_size=8, unique=True),
     st.floats(0.01, 10),
