@@ -112,7 +112,7 @@ def profile(
         from eeplan.runtime.profiler import measure
 
         with progress.step("measure ops", announce=True):
-            measured = measure(spec, on_line=progress.line)
+            measured = measure(spec, progress=progress.update)
         write_yaml(output, measured, "Written by `eeplan profile`.")
     _print(
         as_json, {"profile": str(output)} | measured.model_dump(mode="json"), lambda: profile_tables(measured)
@@ -207,11 +207,11 @@ def report(
 ) -> None:
     """Compare what was predicted and what was measured."""
     from eeplan.report.build import write_report
-    from eeplan.views import record_table
+    from eeplan.views import summary_tables
 
     with _work() as progress, progress.step("write the report"):
         summary = write_report(run_dir, output)
-    _print(as_json, summary, lambda: (record_table(f"report {output / 'index.html'}", summary),))
+    _print(as_json, summary, lambda: summary_tables(summary, output / "index.html"))
 
 
 @app.command()
@@ -301,11 +301,11 @@ def demo(
 ) -> None:
     """Do all of it on real text, in a few minutes."""
     from eeplan.demo import run_demo
-    from eeplan.views import record_table
+    from eeplan.views import summary_tables
 
     with _work() as progress:
         result = run_demo(out, progress=progress)
-    _print(as_json, result, lambda: (record_table(f"demo {out / 'index.html'}", result),))
+    _print(as_json, result, lambda: summary_tables(result, out / "index.html"))
 
 
 @bench_app.command("sim")

@@ -57,7 +57,7 @@ def open_progress(stream: TextIO | None = None) -> Iterator[Progress]:
 
 
 class PlainProgress:
-    """A line at the end of a step, and one at most every few seconds until then."""
+    """A line at the end of a step, and until then one whenever nothing was said for a while."""
 
     def __init__(
         self, stream: TextIO, *, interval_s: float = 10.0, clock: Callable[[], float] = time.monotonic
@@ -81,11 +81,11 @@ class PlainProgress:
     def update(self, done: int, total: int, what: str = "") -> None:
         """See :class:`Progress`."""
         if self._clock() - self._last_s >= self._interval_s:
-            self._last_s = self._clock()
             self.line(f"{self._title}: {done}/{total}{' ' + what if what else ''}")
 
     def line(self, text: str) -> None:
         """See :class:`Progress`."""
+        self._last_s = self._clock()
         print(text, file=self._stream, flush=True)
 
 

@@ -133,7 +133,7 @@ def _plan(run_path: Path, out: Path, progress: Progress) -> None:
     profile, profile_sha256 = load_profile(out / "profile.yaml")
     plan = write_plan(out / "plan.yaml", make_plan(run, run_sha256, profile, profile_sha256))
     for decision in plan.decisions:
-        progress.line(f"{decision.subject}: {decision.choice} ({decision.reason})")
+        progress.line(f"{decision.subject}: {decision.choice}; {decision.reason}")
 
 
 def _train(out: Path, progress: Progress) -> None:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 from eeplan.report import words
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from eeplan.plan import Plan
     from eeplan.profile import OpProfile
     from eeplan.timeline import Timeline
@@ -249,6 +251,35 @@ def simulation_tables(result: Mapping[str, Any]) -> tuple[Table, ...]:
     )
 
 
+def summary_tables(summary: Mapping[str, Any], page: Path) -> tuple[Table, ...]:
+    """A report's summary: predicted beside measured, losses, and where the page is."""
+    predicted, measured, error = summary["predicted"], summary["measured"], summary["error"]
+    rows = [
+        (
+            "iteration",
+            _text(words.seconds(predicted["iteration_time_s"])),
+            _text(words.seconds(measured["iteration_time_s"])),
+            _text(words.signed_percent(error["iteration_time"])),
+        )
+    ]
+    peaks = zip(predicted["peak_bytes"], measured["peak_bytes"], error["peak_bytes"], strict=True)
+    rows += [
+        (
+            f"peak of stage {index}",
+            _text(words.size(expected)),
+            _text(words.size(found)),
+            _text(words.signed_percent(off)),
+        )
+        for index, (expected, found, off) in enumerate(peaks)
+    ]
+    losses = tuple((name, f"{first:.3f}", f"{last:.3f}") for name, (first, last) in summary["losses"].items())
+    return (
+        Table("one iteration", tuple(rows), ("", "predicted", "measured", "error")),
+        Table("loss, nats per token", losses, ("exit", "first", "last")),
+        Table("report", ((str(page),),)),
+    )
+
+
 def doctor_table(checks: Sequence[Mapping[str, str]]) -> Table:
     """Findings of `eeplan doctor`."""
     rows = tuple((c["status"], c["name"], c["detail"], c["remedy"]) for c in checks)
@@ -273,7 +304,8 @@ def show_generation(result: Mapping[str, Any], stream: TextIO) -> None:
     from rich.text import Text
 
     styles = {name: "default" if name == "final" else _EXIT_STYLES[i % 5] for i, name in enumerate(names)}
-    text = Text(result["prompt"], style="bold")
+    text = Text()
+    text.append(result["prompt"], style="bold")
     for token in tokens:
         text.append(token["text"], style=styles[token["exit"]])
     legend = Text("\ntokens by exit: ")

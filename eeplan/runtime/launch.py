@@ -41,6 +41,8 @@ _HOLD_S = 10.0
 """A traceback is held back this long, to see whether it only echoes the death of another rank."""
 _TORCH_RANK = re.compile(r"^\[rank\d+\]: ?")
 """Put before each line of a traceback by torch; the rank is known here anyway."""
+_NOISE = re.compile(r"^USDT:.*(profiler_start|profiler_stop)$")
+"""Written by torch's profiler at each use; no setting of its own turns it off."""
 _CLOSED = re.compile(r"Sending process (\d+) closing signal")
 """torchrun's notice of ending a survivor, whose exit code then says nothing."""
 _FAILURE = re.compile(r"^\s*rank\s*:\s*(\d+).*?^\s*exitcode\s*:\s*(-?\d+) \(pid: (\d+)\)", re.M | re.S)
@@ -208,6 +210,8 @@ class _Output:
         if self.log:
             self.log.write(f"[rank {rank}] {line}\n")
             self.log.flush()
+        if _NOISE.match(line):
+            return
         if line.startswith(ERROR_PREFIX):
             self.error_line = self.error_line or line.removeprefix(ERROR_PREFIX)
             return
