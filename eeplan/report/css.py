@@ -80,7 +80,7 @@ pre { font: .82rem/1.7 var(--mono); margin: .9rem 0 0; padding: .8rem 0; overflo
 .prompt { color: var(--muted); }
 code { font: inherit; }
 footer { margin-top: 2.2rem; font-size: .75rem; color: var(--muted); }
-@media (max-width: 820px) {
+@media screen and (max-width: 820px) {
   main { padding: 1.6rem 16px 3rem; }
   .columns, .uneven { grid-template-columns: minmax(0, 1fr); gap: 1.6rem; }
   .wide svg { width: 860px; max-width: none; }
@@ -93,10 +93,15 @@ footer { margin-top: 2.2rem; font-size: .75rem; color: var(--muted); }
 }
 @media print {
   main { max-width: none; padding: 0; }
-  body { font-size: 11pt; }
-  section, figure, table, .sample { break-inside: avoid; }
+  body { font-size: 10.5pt; }
+  h1 { font-size: 22pt; }
   section { margin-top: 1.6rem; }
+  figure, table, .sample, h2 + p { break-inside: avoid; }
+  h2 { break-after: avoid; }
+  .columns, .uneven, .sample { grid-template-columns: minmax(0, 1fr); }
+  .columns svg { max-width: 5.4in; }
   .scroll { overflow: visible; background: none; }
+  .prose td { min-width: 0; }
 }
 """
 

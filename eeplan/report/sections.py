@@ -13,6 +13,8 @@ from eeplan.report import markup, tables, words
 from eeplan.report.compare import OpTime, idle_share, memory_quantities, time_quantities
 from eeplan.report.rundir import RunData, Sample
 
+_LINE_END = "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}"
+
 
 def caption(run: RunData) -> str:
     """Hardware and batch, for the foot of every figure."""
@@ -160,9 +162,9 @@ def samples(run: RunData) -> str:
 
 def _sample(sample: Sample, marks: Mapping[str, int | None], num_layers: int) -> str:
     tokens = "".join(
-        f'<span class="{markup.mark(marks[t.exit])}" title="{t.exit}, confidence {t.confidence:.2f}">'
-        f"{escape(t.text)}</span>"
-        for t in sample.tokens
+        f'<span class="{markup.mark(marks[token.exit])}" '
+        f'title="{token.exit}, confidence {token.confidence:.2f}">{escape(text)}</span>'
+        for token, text in zip(sample.tokens, _visible([t.text for t in sample.tokens]), strict=True)
     )
     depths = [num_layers if t.exit == "final" else int(t.exit.removeprefix("exit_")) for t in sample.tokens]
     notes = [f"threshold {sample.threshold:g}", words.plural(len(sample.tokens), "token")]
@@ -175,6 +177,21 @@ def _sample(sample: Sample, marks: Mapping[str, int | None], num_layers: int) ->
         f'<div class="sample"><pre><span class="prompt">{escape(sample.prompt)}</span>{tokens}</pre>'
         f"{markup.paragraph('; '.join(notes))}</div>"
     )
+
+
+def _visible(texts: Sequence[str]) -> list[str]:
+    """Tokens with line ends shown; of several in a row only the first breaks the line, to save paper."""
+    shown, at_start = [], False
+    for text in texts:
+        line = ""
+        for character in text:
+            if character == "\n":
+                line += _LINE_END if at_start else f"{_LINE_END}\n"
+            else:
+                line += character
+            at_start = character == "\n"
+        shown.append(line)
+    return shown
 
 
 def plan(plan: Plan) -> str:
@@ -214,7 +231,7 @@ def origin(run: RunData, out: Path) -> str:
     sentence = "The prediction was made before training, from the profile and the run file alone."
     if run.profile is not None:
         processes = words.plural(run.profile.processes, "process", "processes")
-        sentence += f" The profile is of {run.profile.date}, measured with {processes} at once."
+        sentence += f" The profile is of {run.profile.date[:10]}, measured with {processes} at once."
     return markup.section(
         "origin",
         "How to make this page again",

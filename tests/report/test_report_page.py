@@ -15,7 +15,7 @@ import pytest
 from fake_run import Reported, write_fake_run
 
 from eeplan.errors import FileError
-from eeplan.report import build
+from eeplan.report import build, sections
 from eeplan.report.build import write_report
 
 FILES = {
@@ -162,11 +162,22 @@ def test_generated_text_is_marked_by_exit_and_escaped(html: str, reported: Repor
     assert len(samples) == len(reported.run.samples) == 2
     for element, sample in zip(samples, reported.run.samples, strict=True):
         spans = [e for e in element.iter("span") if e.get("class", "").startswith("token")]
-        assert [(e.text, e.get("class")) for e in spans] == [(t.text, classes[t.exit]) for t in sample.tokens]
+        assert [e.get("class") for e in spans] == [classes[t.exit] for t in sample.tokens]
+        shown = ["".join(e.itertext()).replace("↵\n", "\n").replace("↵", "\n") for e in spans]
+        assert shown == [t.text for t in sample.tokens]
     legend = next(e for e in parsed(html).iter("div") if e.get("class") == "legend")
     counts = Counter(t.exit for s in reported.run.samples for t in s.tokens)
     for name, count in counts.items():
         assert f"{name} {100 * count / counts.total():.0f} %" in text_of(legend)
+
+
+def test_many_line_ends_in_a_row_take_one_line() -> None:
+    assert sections._visible(["a\n", "\n\n", "b", "\n", "c"]) == ["a↵\n", "↵↵", "b", "↵\n", "c"]
+
+
+def test_the_page_tells_no_path_of_this_machine(html: str, reported: Reported) -> None:
+    assert str(reported.folder.parent) not in html
+    assert str(Path.home()) + "/" not in html
 
 
 def test_the_tables_for_programs_agree_with_the_page(reported: Reported) -> None:
