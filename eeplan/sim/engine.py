@@ -8,20 +8,28 @@ communication, collectives, and anything outside the pipeline part of an iterati
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Literal
 
 from eeplan.errors import ScheduleError
 from eeplan.sim.costs import PipelineCosts
 from eeplan.sim.schedule import Instruction, Op, Schedule
-from eeplan.sim.validators import COUNTERPART, PEER_OFFSET, describe_pending
-from eeplan.timeline import MemorySample, Message, Span, Timeline
+from eeplan.sim.validators import describe_pending
+from eeplan.timeline import Direction, MemorySample, Message, Span, Timeline
 
 Transport = Literal["asynchronous", "rendezvous"]
 """``asynchronous``: sends and receives return at once (isend, irecv posted ahead), and the op that uses a
 message waits for it. ``rendezvous``: sender and receiver both wait until both have posted and the transfer is
 done, as Megatron's blocking p2p does."""
+
+# Looking a member up in its Enum costs as much as the rest of a loop's turn.
+_FORWARD, _BACKWARD = Op.FORWARD, Op.BACKWARD
+_SEND_FORWARD, _RECV_FORWARD = Op.SEND_FORWARD, Op.RECV_FORWARD
+_SEND_BACKWARD, _RECV_BACKWARD = Op.SEND_BACKWARD, Op.RECV_BACKWARD
 
 
 def simulate(schedule: Schedule, costs: PipelineCosts, transport: Transport = "asynchronous") -> Timeline:
@@ -41,12 +49,13 @@ def simulate(schedule: Schedule, costs: PipelineCosts, transport: Transport = "a
             f"schedule of {schedule.num_stages}"
         )
     run = {"asynchronous": _run_asynchronous, "rendezvous": _run_rendezvous}[transport]
-    spans, messages = run(schedule, costs)
-    return Timeline(
-        spans=tuple(map(tuple, spans)),
-        messages=tuple(messages),
-        memory=tuple(memory_over_time(stage, spans[stage], costs) for stage in range(costs.num_stages)),
-    )
+    with _collector_paused():
+        spans, messages = run(schedule, costs)
+        return Timeline(
+            spans=tuple(map(tuple, spans)),
+            messages=tuple(messages),
+            memory=tuple(memory_over_time(stage, spans[stage], costs) for stage in range(costs.num_stages)),
+        )
 
 
 def message_ns(costs: PipelineCosts) -> tuple[int, ...]:
@@ -98,35 +107,67 @@ def memory_over_time(stage: int, spans: Sequence[Span], costs: PipelineCosts) ->
     return tuple(samples)
 
 
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """A large run makes half a million small objects without cycles. Searching for cycles while they
+    pile up would take a third of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@dataclass(slots=True)
+class _Link:
+    """One direction between two neighbours."""
+
+    source: int
+    target: int
+    direction: Direction
+    size_bytes: int
+    duration_ns: int
+    arrivals_ns: list[int | None]
+    """Per microbatch, when its message is at the target; None before it is sent."""
+    free_ns: int = 0
+    posted: int | None = None
+    """Rendezvous: microbatch of the send or receive that waits for its counterpart."""
+
+    def message(self, microbatch: int, start_ns: int) -> Message:
+        """Carry a message from ``start_ns`` on."""
+        self.free_ns = self.arrivals_ns[microbatch] = end_ns = start_ns + self.duration_ns
+        return Message(
+            self.source, self.target, self.direction, microbatch, self.size_bytes, start_ns, end_ns
+        )
+
+
+def _links(schedule: Schedule, costs: PipelineCosts) -> tuple[list[_Link], list[_Link]]:
+    """Links that carry hidden states and links that carry gradients; both by the earlier stage."""
+    sizes = per_stage(costs.output_bytes, costs.num_stages)
+    hidden: list[_Link] = []
+    gradients: list[_Link] = []
+    for stage, duration_ns in enumerate(message_ns(costs)):
+        size_bytes = sizes[stage]
+        for links, source, target in ((hidden, stage, stage + 1), (gradients, stage + 1, stage)):
+            direction: Direction = "forward" if source < target else "backward"
+            unsent: list[int | None] = [None] * schedule.num_microbatches
+            links.append(_Link(source, target, direction, size_bytes, duration_ns, unsent))
+    return hidden, gradients
+
+
 def _run_asynchronous(schedule: Schedule, costs: PipelineCosts) -> tuple[list[list[Span]], list[Message]]:
-    num_stages, last = schedule.num_stages, schedule.num_stages - 1
-    durations = message_ns(costs)
-    sizes = per_stage(costs.output_bytes, num_stages)
-    unknown: list[int | None] = [None] * schedule.num_microbatches
+    hidden, gradients = _links(schedule, costs)
     present: list[int | None] = [0] * schedule.num_microbatches
-    # When the input of each microbatch's forward and backward is on its stage; None while it is under way.
-    hidden_ns = [present if stage == 0 else unknown.copy() for stage in range(num_stages)]
-    gradient_ns = [present if stage == last else unknown.copy() for stage in range(num_stages)]
-    link_free_ns = {"forward": [0] * num_stages, "backward": [0] * num_stages}
-    positions = [0] * num_stages
-    waiting = [False] * num_stages
-    spans: list[list[Span]] = [[] for _ in range(num_stages)]
+    # When the input of each microbatch's forward and backward is on its stage.
+    forward_ready_ns = [present, *(link.arrivals_ns for link in hidden)]
+    backward_ready_ns = [*(link.arrivals_ns for link in gradients), present]
+    positions = [0] * schedule.num_stages
+    waiting = [False] * schedule.num_stages
+    spans: list[list[Span]] = [[] for _ in positions]
     messages: list[Message] = []
-    events = [(0, stage) for stage in range(num_stages)]
-
-    def send(instruction: Instruction, stage: int, now_ns: int) -> None:
-        microbatch = instruction.microbatch
-        forward = instruction.op is Op.SEND_FORWARD
-        link, target = (stage, stage + 1) if forward else (stage - 1, stage - 1)
-        direction: Literal["forward", "backward"] = "forward" if forward else "backward"
-        start_ns = max(now_ns, link_free_ns[direction][link])
-        arrival_ns = link_free_ns[direction][link] = start_ns + durations[link]
-        (hidden_ns if forward else gradient_ns)[target][microbatch] = arrival_ns
-        messages.append(Message(stage, target, direction, microbatch, sizes[link], start_ns, arrival_ns))
-        if waiting[target]:
-            waiting[target] = False
-            heappush(events, (now_ns, target))
-
+    events = [(0, stage) for stage in range(schedule.num_stages)]
     while events:
         now_ns, stage = heappop(events)
         program = schedule.stages[stage]
@@ -134,21 +175,22 @@ def _run_asynchronous(schedule: Schedule, costs: PipelineCosts) -> tuple[list[li
         while position < len(program):
             instruction = program[position]
             op, microbatch = instruction.op, instruction.microbatch
-            if op is Op.FORWARD or op is Op.BACKWARD:
-                forward = op is Op.FORWARD
-                ready_ns = (hidden_ns if forward else gradient_ns)[stage][microbatch]
+            if op is _FORWARD or op is _BACKWARD:
+                ready_ns = (forward_ready_ns if op is _FORWARD else backward_ready_ns)[stage][microbatch]
                 if ready_ns is None:
                     waiting[stage] = True
                     break
-                start_ns = max(now_ns, ready_ns)
-                end_ns = start_ns + (costs.forward_ns if forward else costs.backward_ns)[stage]
-                kind: Literal["forward", "backward"] = "forward" if forward else "backward"
-                spans[stage].append(Span(stage, kind, microbatch, start_ns, end_ns))
-                heappush(events, (end_ns, stage))
+                span = _span(costs, stage, instruction, ready_ns if ready_ns > now_ns else now_ns)
+                spans[stage].append(span)
+                heappush(events, (span.end_ns, stage))
                 position += 1
                 break
-            if op is Op.SEND_FORWARD or op is Op.SEND_BACKWARD:
-                send(instruction, stage, now_ns)
+            if op is _SEND_FORWARD or op is _SEND_BACKWARD:
+                link = hidden[stage] if op is _SEND_FORWARD else gradients[stage - 1]
+                messages.append(link.message(microbatch, link.free_ns if link.free_ns > now_ns else now_ns))
+                if waiting[link.target]:
+                    waiting[link.target] = False
+                    heappush(events, (now_ns, link.target))
             position += 1
         positions[stage] = position
     _require_finished(schedule, positions)
@@ -156,44 +198,43 @@ def _run_asynchronous(schedule: Schedule, costs: PipelineCosts) -> tuple[list[li
 
 
 def _run_rendezvous(schedule: Schedule, costs: PipelineCosts) -> tuple[list[list[Span]], list[Message]]:
-    durations = message_ns(costs)
-    sizes = per_stage(costs.output_bytes, schedule.num_stages)
+    hidden, gradients = _links(schedule, costs)
     positions = [0] * schedule.num_stages
-    # What a stage has posted and waits for; events come in time order, so the second to post starts it.
-    posted: list[Instruction | None] = [None] * schedule.num_stages
-    spans: list[list[Span]] = [[] for _ in range(schedule.num_stages)]
+    spans: list[list[Span]] = [[] for _ in positions]
     messages: list[Message] = []
     events = [(0, stage) for stage in range(schedule.num_stages)]
     while events:
         now_ns, stage = heappop(events)
-        program = schedule.stages[stage]
-        if positions[stage] == len(program):
+        if positions[stage] == len(schedule.stages[stage]):
             continue
-        instruction = program[positions[stage]]
-        op, microbatch = instruction.op, instruction.microbatch
-        if op is Op.FORWARD or op is Op.BACKWARD:
-            forward = op is Op.FORWARD
-            end_ns = now_ns + (costs.forward_ns if forward else costs.backward_ns)[stage]
-            spans[stage].append(Span(stage, "forward" if forward else "backward", microbatch, now_ns, end_ns))
+        instruction = schedule.stages[stage][positions[stage]]
+        op = instruction.op
+        if op is _FORWARD or op is _BACKWARD:
+            span = _span(costs, stage, instruction, now_ns)
+            spans[stage].append(span)
             positions[stage] += 1
-            heappush(events, (end_ns, stage))
+            heappush(events, (span.end_ns, stage))
             continue
-        peer = stage + PEER_OFFSET[op]
-        other = posted[peer]
-        if other is None or other.op is not COUNTERPART[op] or other.microbatch != microbatch:
-            posted[stage] = instruction
-            continue
-        link = min(stage, peer)
-        end_ns = now_ns + durations[link]
-        source, target = (stage, peer) if op in (Op.SEND_FORWARD, Op.SEND_BACKWARD) else (peer, stage)
-        direction: Literal["forward", "backward"] = "forward" if source < target else "backward"
-        messages.append(Message(source, target, direction, microbatch, sizes[link], now_ns, end_ns))
-        posted[peer] = None
-        for end in (stage, peer):
-            positions[end] += 1
-            heappush(events, (end_ns, end))
+        links = hidden if op is _SEND_FORWARD or op is _RECV_FORWARD else gradients
+        link = links[stage if op is _SEND_FORWARD or op is _RECV_BACKWARD else stage - 1]
+        if link.posted is None:
+            link.posted = instruction.microbatch
+        elif link.posted == instruction.microbatch:
+            # Events come in time order, so the later of the two is here and the transfer starts now. Two ends
+            # that disagree on the microbatch wait for ever.
+            messages.append(link.message(instruction.microbatch, now_ns))
+            link.posted = None
+            for end in (link.source, link.target):
+                positions[end] += 1
+                heappush(events, (link.free_ns, end))
     _require_finished(schedule, positions)
     return spans, messages
+
+
+def _span(costs: PipelineCosts, stage: int, instruction: Instruction, start_ns: int) -> Span:
+    if instruction.op is _FORWARD:
+        return Span(stage, "forward", instruction.microbatch, start_ns, start_ns + costs.forward_ns[stage])
+    return Span(stage, "backward", instruction.microbatch, start_ns, start_ns + costs.backward_ns[stage])
 
 
 def _require_finished(schedule: Schedule, positions: Sequence[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from itertools import pairwise
 
@@ -172,3 +173,19 @@ def test_costs_of_another_pipeline_are_refused() -> None:
         simulate(one_f_one_b(3, 2), PipelineCosts((1, 1), (1, 1)))
     with pytest.raises(ValueError, match="1 values were given for 2 stages"):
         simulate(one_f_one_b(2, 2), PipelineCosts((1, 1), (1, 1), static_bytes=(1,)))
+
+
+def test_the_garbage_collector_is_left_as_it_was() -> None:
+    costs = PipelineCosts((1, 1), (1, 1))
+    broken = Schedule(2, (one_f_one_b(2, 2).stages[0][:-2], one_f_one_b(2, 2).stages[1][:1]))
+    for restore in (gc.enable, gc.disable):
+        restore()
+        try:
+            before = gc.isenabled()
+            simulate(one_f_one_b(2, 2), costs)
+            assert gc.isenabled() == before
+            with pytest.raises(ScheduleError):
+                simulate(broken, costs, "rendezvous")
+            assert gc.isenabled() == before
+        finally:
+            gc.enable()
