@@ -3,6 +3,7 @@
 Importing this package itself loads neither; its modules do, each when it is needed.
 """
 
+import os
 import warnings
 
 # megatron-core says several times over that Transformer Engine and Apex are optional, and warns of a
@@ -12,3 +13,6 @@ warnings.filterwarnings(
     message=r"(?s).*(Transformer Engine|Apex|full scope is deprecated).*",
     module=r"megatron\.core.*",
 )
+
+# PyTorch's profiler, which counts allocated bytes, otherwise announces itself on stderr each time.
+os.environ.setdefault("KINETO_LOG_LEVEL", "9")

@@ -114,8 +114,6 @@ def transformer_config(run: RunSpec, pipeline_model_parallel_size: int) -> Trans
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
-        # eeplan initialises parameters by name, so that a split does not change them.
-        perform_initialization=False,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -255,7 +253,10 @@ class EarlyExitGPT(GPTModel):
 
 
 def build_model(run: RunSpec, stage: StageSpec, backend: Backend) -> EarlyExitGPT:
-    """Model part on the backend's device, initialised from ``run.training.seed``."""
+    """Model part on the backend's device, initialised from ``run.training.seed``.
+
+    megatron-core's own initialisation, which also marks tensor-parallel shares, is overwritten.
+    """
     config = transformer_config(run, backend.pipeline_size)
     with cuda_names_on_cpu(backend.device):
         model = EarlyExitGPT(run, stage, config)

@@ -1,0 +1,185 @@
+"""Gradients of the executor on real ranks equal those of a plain single-process model; losses as well."""
+
+import itertools
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import run_document
+from oracles import reference_gpt as reference
+
+from eeplan.runtime.launch import launch
+from eeplan.schema import validate
+from eeplan.spec import RunSpec
+
+TOLERANCE = 1e-5
+"""Relative, in fp32 against a float64 reference; per parameter, in the Euclidean norm."""
+
+FIRST_MIDDLE_LAST: list[dict[str, Any]] = [
+    {"layer": 1, "boundary": "after", "head": "minimal"},
+    {"layer": 3, "boundary": "before", "head": "norm", "tied": False},
+    {"layer": 3, "boundary": "after", "head": "mlp"},
+    {"layer": 4, "boundary": "before", "head": "block"},
+]
+"""Depths 1, 2, 3 and 3 cannot all be used at once; cases pick from them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One iteration: a layout, exits, and which executor runs it."""
+
+    pipeline: int
+    exits: tuple[int, ...]
+    untied: bool = False
+    exit_forward: str = "deferred"
+    microbatches: int = 5
+    tensor: int = 1
+    data: int = 1
+    executor: str = "own"
+
+    @property
+    def world_size(self) -> int:
+        return self.pipeline * self.tensor * self.data
+
+    def document(self) -> dict[str, Any]:
+        return run_document(
+            model={
+                "num_layers": 4,
+                "hidden_size": 32,
+                "num_attention_heads": 4,
+                "num_query_groups": 2,
+                "vocab_size": 120,
+                "make_vocab_size_divisible_by": 64,
+                "untie_embeddings_and_output_weights": self.untied,
+            },
+            parallel={
+                "pipeline_model_parallel_size": self.pipeline,
+                "tensor_model_parallel_size": self.tensor,
+                "data_parallel_size": self.data,
+            },
+            training={
+                "micro_batch_size": 2,
+                "global_batch_size": 2 * self.microbatches * self.data,
+                "seq_length": 16,
+                "train_iters": 1,
+            },
+            exits={
+                "layers": [FIRST_MIDDLE_LAST[i] for i in self.exits],
+                "exit_forward": self.exit_forward,
+            },
+        )
+
+
+CASES = [
+    *(
+        Case(pipeline, exits, untied, mode)
+        for pipeline, (exits, untied, mode) in itertools.product(
+            (1, 2, 4),
+            (
+                ((0, 1, 2), False, "deferred"),
+                ((0, 1, 3), True, "eager"),
+                ((2,), True, "deferred"),
+                ((0,), False, "eager"),
+                ((), False, "deferred"),
+            ),
+        )
+    ),
+    Case(4, (0, 1, 3), microbatches=2),
+    Case(2, (0, 1, 2), tensor=2, untied=False),
+    Case(2, (1, 3), data=2),
+    Case(2, (), executor="stock"),
+    Case(4, (), executor="stock"),
+    Case(1, (), executor="stock"),
+]
+
+
+def inputs_of(case: Case, seed: int) -> dict[str, Any]:
+    """Parameters and microbatches [M, B, S] of a case, in fp32; a few labels are masked out."""
+    run = validate(case.document(), RunSpec, "case")
+    generator = torch.Generator().manual_seed(seed)
+    shape = (case.microbatches * case.data, 2, 16)
+    tokens = torch.randint(0, 120, shape, generator=generator)
+    mask = (torch.rand(shape, generator=generator) > 0.1).float()
+    parameters = reference.init_parameters(run, seed, torch.float32, std=0.1)
+    return {
+        "run": case.document(),
+        "executor": case.executor,
+        "parameters": {name: value.detach() for name, value in parameters.items()},
+        "data": {"tokens": tokens, "labels": tokens.roll(-1, dims=-1), "loss_mask": mask},
+    }
+
+
+def expected(inputs: dict[str, Any]) -> tuple[dict[str, torch.Tensor], reference.Parameters]:
+    """Mean losses and gradients over all microbatches, in float64."""
+    run = validate(inputs["run"], RunSpec, "case")
+    exits = reference.requested_exits(run)
+    parameters = {name: value.double().requires_grad_() for name, value in inputs["parameters"].items()}
+    microbatches = list(zip(*(inputs["data"][key] for key in ("tokens", "labels", "loss_mask")), strict=True))
+    every = [reference.losses(parameters, run, exits, *microbatch) for microbatch in microbatches]
+    total = sum(reference.total_loss(parameters, run, exits, *m) for m in microbatches) / len(microbatches)
+    means = {name: torch.stack([losses[name] for losses in every]).mean().detach() for name in every[0]}
+    return means, reference.gradients(total, parameters)
+
+
+def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.double() - wanted).norm() / wanted.norm().clamp_min(1e-12))
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4], ids=["1 rank", "2 ranks", "4 ranks"])
+def finished(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[tuple[Case, dict[str, Any], list[Any]]]:
+    """All cases of a world size, grouped by layout (a process group keeps its layout), run on real ranks."""
+    results = []
+    chosen = [case for case in CASES if case.world_size == request.param]
+    tests = Path(__file__).parent
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = f"{tests}{os.pathsep}{tests.parent}"
+    try:
+        for layout in sorted({(c.pipeline, c.tensor, c.data) for c in chosen}):
+            cases = [c for c in chosen if (c.pipeline, c.tensor, c.data) == layout]
+            inputs = [inputs_of(case, seed) for seed, case in enumerate(cases)]
+            folder = tmp_path_factory.mktemp("gradients")
+            torch.save(inputs, folder / "cases.pt")
+            launch(
+                "gradient_worker", [str(folder / "cases.pt"), str(folder / "out.pt")],
+                nproc=request.param, threads_per_process=1,
+            )  # fmt: skip
+            outputs = torch.load(folder / "out.pt", weights_only=False)
+            results.extend(zip(cases, inputs, outputs, strict=True))
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+    return results
+
+
+def test_gradients_equal_the_reference(finished: list[Any]) -> None:
+    for case, inputs, ranks in finished:
+        losses, gradients = expected(inputs)
+        seen = set()
+        for _, rank in ranks:
+            for name, found in rank["gradients"].items():
+                seen.add(name)
+                assert difference(found, gradients[name]) < TOLERANCE, f"{case}: {name}"
+        assert seen == set(gradients), case
+        for name, wanted in losses.items():
+            found = [rank["losses"][name] for _, rank in ranks if name in rank["losses"]]
+            mean = torch.stack(found).double().mean()
+            assert abs(float(mean / wanted) - 1) < TOLERANCE, f"{case}: loss of {name}"
+
+
+def test_tied_copies_would_differ_without_synchronisation(finished: list[Any]) -> None:
+    """Negative control: each copy alone is far from the gradient that the test above accepts."""
+    for case, inputs, ranks in finished:
+        if case.pipeline == 1 or case.tensor > 1 or case.untied:
+            continue
+        _, gradients = expected(inputs)
+        name = "embedding.word_embeddings.weight"
+        copies = [rank["before_sync"][name] for _, rank in ranks if name in rank["before_sync"]]
+        assert len(copies) >= 2, case
+        assert all(difference(copy, gradients[name]) > 100 * TOLERANCE for copy in copies), case
