@@ -312,11 +312,11 @@ def demo(
 def bench_simulator(as_json: Json = False) -> None:
     """Time the simulator and the closed forms."""
     from eeplan.bench import bench_sim
-    from eeplan.views import record_table
+    from eeplan.views import bench_table
 
     with _work():
         result = bench_sim()
-    _print(as_json, result, lambda: (record_table("simulator", result),))
+    _print(as_json, result, lambda: (bench_table(result),))
 
 
 @contextlib.contextmanager

@@ -286,6 +286,21 @@ def doctor_table(checks: Sequence[Mapping[str, str]]) -> Table:
     return Table("doctor", rows, ("", "check", "found", "what to do"))
 
 
+def bench_table(result: Mapping[str, Any]) -> Table:
+    """Evaluations per second of each way to get a makespan."""
+    rows = tuple(
+        (
+            case["evaluator"],
+            str(case["p"]),
+            str(case["m"]),
+            _text(words.number(case["configs_per_s"])),
+            _text(words.seconds(1 / case["configs_per_s"])),
+        )
+        for case in result["cases"]
+    )
+    return Table("simulator", rows, ("evaluator", "P", "M", "evaluations/s", "each"))
+
+
 def record_table(title: str, record: Mapping[str, Any]) -> Table:
     """The scalar entries of a result, one a line; nested ones by dotted names."""
     return Table(title, tuple((name, _value(value)) for name, value in _flat(record)))

@@ -165,6 +165,15 @@ def test_what_libraries_print_stays_off_stdout(
     assert capsys.readouterr().out == "ab\n\ntokens by exit: exit_4 1\n"
 
 
+def test_bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    case = {"evaluator": "engine", "p": 4, "m": 64, "configs_per_s": 500.0}
+    monkeypatch.setattr("eeplan.bench.bench_sim", lambda: {"cases": [case]})
+    assert main(["bench", "sim", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"cases": [case]}
+    assert main(["bench", "sim"]) == 0
+    assert "engine     4  64  500            2.00 ms" in capsys.readouterr().out
+
+
 def failing_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
     def fail(*args: Any) -> None:
         raise error
