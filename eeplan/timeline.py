@@ -1,7 +1,7 @@
 """What happened, or would happen, during one iteration: spans, messages and memory over time.
 
-The simulator and the executor both produce a :class:`Timeline`, so that prediction and measurement can be laid
-over each other op by op. Times are integer nanoseconds from the start of the iteration.
+The simulator and the executor both produce a :class:`Timeline`, so that prediction and measurement can be
+laid over each other op by op. Times are integer nanoseconds from the start of the iteration.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Goes into megatron-core's SelfAttention through the layer spec. It keeps no [s, s] matrix, on CPU or GPU, and
 it can read keys and values from a store while decoding.
 
-Shape suffixes: S query positions, K key positions, B batch, N query heads, G key/value heads, D head channels.
+Shape suffixes: S query positions, K key positions, B batch, N query heads, G key/value heads, D channels.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import ctypes.util
 import datetime
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import random as megatron_random
 from torch.overrides import TorchFunctionMode
-
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
 """glibc's mallopt parameters (malloc.h)."""
@@ -146,7 +146,9 @@ def _init_process_group(backend: str, timeout_s: float) -> None:
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
         return
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    dist.init_process_group(
+        backend, store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=timeout
+    )
 
 
 def _answer_cuda_with_cpu() -> None:
@@ -172,6 +174,8 @@ def _answer_cuda_with_cpu() -> None:
     cuda.synchronize = synchronize
     cuda.get_rng_state = get_rng_state
     cuda.manual_seed = manual_seed
+    # Its tracker swaps the GPU's random state and watches that the CPU's stays put; here they are the same.
+    logging.getLogger(megatron_random.__name__).setLevel(logging.ERROR)
     tracker: Any = megatron_random
     tracker._get_cuda_rng_state = get_rng_state
     tracker._set_cuda_rng_state = set_rng_state
@@ -194,9 +198,9 @@ class _CudaNamesOnCpu(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def single_process(**sizes: int) -> Iterator[Backend]:
+def single_process() -> Iterator[Backend]:
     """A backend of one process for tools that need a model but no launcher; left on exit."""
-    backend = start(**sizes)
+    backend = start()
     try:
         yield backend
     finally:

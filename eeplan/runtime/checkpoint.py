@@ -1,8 +1,8 @@
 """Model checkpoints: whole or absent, verified before use, loadable on any split.
 
 A checkpoint is a folder ``iter_0000060`` with the plan, the tokenizer, the parameters in
-torch.distributed.checkpoint's format under names that do not depend on the split, and a manifest of checksums.
-It is written under another name and renamed when complete. Optimizer state is not part of it yet.
+torch.distributed.checkpoint's format under names that do not depend on the split, and a manifest of
+checksums. It is written under another name and renamed when complete. Optimizer state is not part of it yet.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def resolve(path: Path) -> Path:
             name = (folder / LATEST).read_text().strip()
             if not (folder / name).is_dir():
                 raise CheckpointError(
-                    f"{folder / LATEST} points to '{name}', which is not there; give another checkpoint folder"
+                    f"{folder / LATEST} points to '{name}', which is not there; give another folder"
                 )
             return folder / name
     if (path / MANIFEST).is_file():
@@ -134,7 +135,10 @@ def load_model(path: Path, backend: Backend) -> tuple[EarlyExitGPT, Plan]:
     model = build_model(run, whole_model_spec(plan), backend)
     state: dict[str, Any] = {name: p.detach() for name, p in model.named_global_parameters()}
     try:
-        dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+        with warnings.catch_warnings():
+            # A single process is what is meant here, so torch need not point it out.
+            warnings.filterwarnings("ignore", message=r"torch\.distributed is (disabled|unavailable)")
+            dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
     except (RuntimeError, ValueError, KeyError, dcp.CheckpointException) as error:
         first_line = str(error).strip().splitlines()[0]
         raise CheckpointError(f"checkpoint {folder} does not fit its plan: {first_line}") from None

@@ -1,8 +1,8 @@
 """The device's own clock, on one time base for all ranks of a machine.
 
 On a CPU a mark is the time itself. On a GPU it is an event in the stream, resolved to a time when asked for,
-so that taking a mark never makes the device wait. ``time.monotonic_ns`` counts from the machine's start and is
-the same for all processes on it.
+so that taking a mark never makes the device wait. ``time.monotonic_ns`` counts from the machine's start and
+is the same for all processes on it.
 """
 
 from __future__ import annotations

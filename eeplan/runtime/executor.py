@@ -2,8 +2,9 @@
 
 The executor knows nothing about models: it is given a computation with ``forward`` and ``backward``. Messages
 travel in two process groups, one per direction, so that a back-end whose sends wait for their receive can
-never block one direction on the other. Receives are posted one ahead on each channel; tensors being sent are
-owned until the transport is done with them.
+never block one direction on the other. Receives are posted one ahead on each channel, and an op waits for its
+own message only, so a late message delays nothing else. Tensors being sent are owned until the transport is
+done with them.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class _Iteration:
         self.to_receive = {op: deque(order) for op, order in receive_order.items()}
         self.posted: dict[Op, tuple[Any, Tensor, int]] = {}
         self.sending: deque[tuple[Any, Tensor]] = deque()
-        self.inputs: dict[tuple[Op, int], Tensor | None] = {}
+        self.arriving: dict[tuple[Op, int], tuple[Any, Tensor]] = {}
         self.outputs: dict[tuple[Op, int], Tensor | None] = {}
         self.record = IterationRecord([], [], [])
 
@@ -144,7 +145,7 @@ class _Iteration:
         return self.record
 
     def _forward(self, microbatch: int) -> None:
-        received = self.inputs.pop((Op.RECV_FORWARD, microbatch), None)
+        received = self._message(Op.RECV_FORWARD, microbatch)
         batch = self.batches(microbatch)
         start = self.clock.mark()
         output = self.computation.forward(microbatch, received, batch)
@@ -152,7 +153,7 @@ class _Iteration:
         self.outputs[Op.SEND_FORWARD, microbatch] = output
 
     def _backward(self, microbatch: int) -> None:
-        gradient = self.inputs.pop((Op.RECV_BACKWARD, microbatch), None)
+        gradient = self._message(Op.RECV_BACKWARD, microbatch)
         start = self.clock.mark()
         input_gradient, losses = self.computation.backward(microbatch, gradient)
         self.record.spans.append(MarkedSpan("backward", microbatch, start, self.clock.mark()))
@@ -174,13 +175,21 @@ class _Iteration:
         self.record.messages.append(MarkedMessage(direction, microbatch, True, self.clock.mark()))
 
     def _receive(self, op: Op, microbatch: int) -> None:
+        """Hand the posted receive to the op that needs it, and post the channel's next one."""
         work, buffer, posted_for = self.posted.pop(op)
         assert posted_for == microbatch, f"{op} posted for {posted_for}, wanted {microbatch}"
+        self.arriving[op, microbatch] = (work, buffer)
+        self._post_receive(op)
+
+    def _message(self, op: Op, microbatch: int) -> Tensor | None:
+        """Wait for an op's message; None where the stage receives none."""
+        if (op, microbatch) not in self.arriving:
+            return None
+        work, buffer = self.arriving.pop((op, microbatch))
         work.wait()
         direction: Direction = "forward" if op is Op.RECV_FORWARD else "backward"
         self.record.messages.append(MarkedMessage(direction, microbatch, False, self.clock.mark()))
-        self.inputs[op, microbatch] = buffer
-        self._post_receive(op)
+        return buffer
 
     def _post_receive(self, op: Op) -> None:
         if not self.to_receive[op]:

@@ -195,7 +195,7 @@ def _mean_losses(rank: Rank, record: IterationRecord) -> dict[str, float]:
 
 def _live_bytes(allocations: AllocationTrace, state_bytes: int) -> list[tuple[int, int]]:
     """Live bytes over time, thinned to the steps that matter for a picture."""
-    live, samples = state_bytes, []
+    live, samples = state_bytes, list[tuple[int, int]]()
     smallest_step = max(1, allocations.peak_bytes // 400)
     for time_ns, change in allocations.changes:
         live += change

@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -236,10 +237,9 @@ class EarlyExitGPT(GPTModel):
         """Parameters under names that do not depend on the split; the tied matrix has one name everywhere."""
         shared = self.shared_embedding_or_output_weight()
         for name, parameter in self.named_parameters():
-            if parameter is shared:
-                yield tied_matrix_name(self.run), parameter
-            else:
-                yield global_name(name, self.stage_spec.first_layer), parameter
+            is_shared = parameter is shared
+            first = self.stage_spec.first_layer
+            yield tied_matrix_name(self.run) if is_shared else global_name(name, first), parameter
 
     def _mark_shared_copies(self) -> None:
         """Tell gradient clipping which copies to leave out of the norm, so that each matrix counts once."""
@@ -248,8 +248,9 @@ class EarlyExitGPT(GPTModel):
             return
         untied = self.run.model.untie_embeddings_and_output_weights
         is_original = self.post_process if untied else self.pre_process
-        shared.shared = not is_original
-        shared.is_embedding_or_output_parameter = True
+        marked: Any = shared
+        marked.shared = not is_original
+        marked.is_embedding_or_output_parameter = True
 
 
 def build_model(run: RunSpec, stage: StageSpec, backend: Backend) -> EarlyExitGPT:

@@ -1,8 +1,8 @@
 """Times every op of a stage and counts its bytes, on the modules and in the rhythm that training uses.
 
-A miniature stage (embedding, some layers, one head of each kind, final head) runs forward and backward with two
-microbatches in flight, op by op. So each op finds the caches as a pipeline stage would leave them, and its
-backward includes adding to the gradient buffers.
+A miniature stage (embedding, some layers, one head of each kind, final head) runs forward and backward with
+two microbatches in flight, op by op. So each op finds the caches as a pipeline stage would leave them, and
+its backward includes adding to the gradient buffers.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def _all_pipelines() -> list[list[int]]:
     dist.all_gather_object(
         pipelines, dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
     )
-    return sorted({tuple(ranks) for ranks in pipelines if ranks is not None})  # type: ignore[arg-type]
+    return [list(ranks) for ranks in sorted({tuple(ranks) for ranks in pipelines if ranks is not None})]
 
 
 def _with_gradient_buffers(model: EarlyExitGPT) -> DistributedDataParallel:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-
 from eeplan.profile import OptimizerCost
 from eeplan.runtime.clock import Clock
 from eeplan.runtime.memory import trace_allocations

@@ -22,7 +22,7 @@ from eeplan.files import write_text
 from eeplan.runtime.backend import Backend, software
 from eeplan.runtime.clock import Clock
 from eeplan.runtime.executor import IterationRecord, MarkedSpan
-from eeplan.timeline import MemorySample, Message, Span, Timeline
+from eeplan.timeline import Direction, MemorySample, Message, Span, SpanKind, Timeline
 
 MAX_TIMELINES = 12
 """Measured timelines kept in the run folder: those of the iterations closest to the median time."""
@@ -35,11 +35,11 @@ class StageTrace:
     iteration: int
     start_ns: int
     end_ns: int
-    spans: list[tuple[str, int, int, int]]
+    spans: list[tuple[SpanKind, int, int, int]]
     """(kind, microbatch, start_ns, end_ns)"""
-    sends: list[tuple[str, int, int]]
+    sends: list[tuple[Direction, int, int]]
     """(direction, microbatch, ns)"""
-    receives: list[tuple[str, int, int]]
+    receives: list[tuple[Direction, int, int]]
     memory: list[tuple[int, int]] = field(default_factory=list)
     """(ns, live bytes)"""
 
@@ -108,7 +108,7 @@ class Parts:
 
 
 def parts_of(stages: Sequence[StageTrace]) -> Parts:
-    """Split an iteration: until the last backward, then until the last stage has synchronised, stepped, ended."""
+    """Split an iteration at the last backward, the last synchronisation and the last optimizer step."""
     start = min(stage.start_ns for stage in stages)
     end = max(stage.end_ns for stage in stages)
 
@@ -141,7 +141,7 @@ class MetricsWriter:
         self._write({"kind": "reference", "unigram_entropy_nats": unigram_entropy_nats})
 
     def train(self, iteration: int, values: dict[str, Any], *, print_line: bool) -> None:
-        """One training iteration: ``losses``, ``lr``, ``grad_norm``, ``iteration_time_s``, ``tokens_per_s``."""
+        """One iteration: ``losses``, ``lr``, ``grad_norm``, ``iteration_time_s``, ``tokens_per_s``."""
         samples = iteration * self._global_batch_size
         self._write({"kind": "train", "iteration": iteration, "consumed_samples": samples, **values})
         for name, loss in values["losses"].items():

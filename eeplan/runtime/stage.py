@@ -1,9 +1,9 @@
 """What one pipeline stage computes for one microbatch: forward, and one backward for all its losses.
 
 Back-propagation across stages follows EE-LLM 3.1: the loss of stage i is its own weighted exit losses plus
-<g, output>, with g the gradient received from stage i+1. In autograd terms that is a single backward call with
-two roots. When an exit's forward runs is the plan's choice: ``deferred`` keeps only the hidden state until the
-backward (3.2, Optimization 1), ``eager`` runs it in the forward.
+<g, output>, with g the gradient received from stage i+1. In autograd terms that is a single backward call
+with two roots. When an exit's forward runs is the plan's choice: ``deferred`` keeps only the hidden state
+until the backward (3.2, Optimization 1), ``eager`` runs it in the forward.
 """
 
 from __future__ import annotations
