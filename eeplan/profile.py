@@ -27,7 +27,8 @@ class Timing(Model):
     n: PositiveInt
     median_s: Seconds
     mean_s: Seconds
-    """Costs are composed from means: a stage's time is a sum of ops, and medians do not add up."""
+    """Mean of the middle half. Costs are composed from it: a stage's time is a sum of ops, and medians do not
+    add up; the outer quarters are left out because they are mostly other work on the machine."""
     p10_s: Seconds
     p90_s: Seconds
 
@@ -72,6 +73,37 @@ class OptimizerCost(Model):
     """Parameters, gradients and optimizer state together (facts: 16 in fp32, 18 in bf16 with Adam)."""
     points: tuple[tuple[int, float], ...] = ()
     """(parameters, median seconds) pairs that the line was fitted to."""
+
+
+class DecodeOpCost(Model):
+    """One op of a decode step, run on ``rows`` positions of one sequence at once, without gradients."""
+
+    op: OpName
+    """Heads end with the confidence of the last row instead of a loss, the final head with a token."""
+    rows: PositiveInt
+    time: Timing
+
+
+class DecodeCosts(Model):
+    """What decode steps cost on this device, by number of rows; whole matrices, no tensor parallelism."""
+
+    processes: PositiveInt
+    """Processes that decoded at once while measuring: 1, or the stages of a pipeline."""
+    threads: PositiveInt
+    """Compute threads per process."""
+    context_tokens: PositiveInt
+    """Positions that attention looked back at."""
+    ops: tuple[DecodeOpCost, ...]
+    step_overhead_s: Seconds = 0.0
+    """Time per step outside the ops: the decode loop itself."""
+
+    @model_validator(mode="after")
+    def _ops_are_unique(self) -> Self:
+        keys = [(cost.op, cost.rows) for cost in self.ops]
+        for op, rows in keys:
+            if keys.count((op, rows)) > 1:
+                raise ValueError(f"decode: '{op}' with {rows} rows is given twice; keep one")
+        return self
 
 
 class DeviceFingerprint(Model):
@@ -131,6 +163,8 @@ class OpProfile(Model):
     """Time per iteration outside pipeline, synchronisation and optimizer: zeroing gradients, logging."""
     process_base_bytes: Bytes = 0
     """Resident bytes of one process before any model exists: interpreter, libraries, communication."""
+    decode: tuple[DecodeCosts, ...] = ()
+    """One entry per number of processes that decode at once; empty when decoding was not measured."""
 
     @model_validator(mode="after")
     def _ops_are_unique(self) -> Self:

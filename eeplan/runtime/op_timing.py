@@ -108,11 +108,11 @@ def measure_ops(
 def timing(durations_ns: list[int]) -> Timing:
     """Summary of measured durations."""
     ordered = sorted(durations_ns)
-    tenth = len(ordered) // 10
+    tenth, quarter = len(ordered) // 10, len(ordered) // 4
     return Timing(
         n=len(ordered),
         median_s=statistics.median(ordered) / 1e9,
-        mean_s=statistics.fmean(ordered) / 1e9,
+        mean_s=statistics.fmean(ordered[quarter : len(ordered) - quarter]) / 1e9,
         p10_s=ordered[tenth] / 1e9,
         p90_s=ordered[-1 - tenth] / 1e9,
     )
