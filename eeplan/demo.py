@@ -19,10 +19,13 @@ from eeplan.files import require_writable_folder, write_bytes, write_text
 from eeplan.schema import write_yaml
 from eeplan.spec import DataSpec, ExitsSpec, ModelSpec, ParallelSpec, RunSpec, TrainingSpec, load_run
 
-VOCAB_SIZE = 2048
-PROMPTS = ("The with statement", "def __init__(self", "Return a list of")
-THRESHOLD = 0.5
-NEW_TOKENS = 48
+CORPUS_BYTES = 600_000
+"""Python's language reference and a little of its library: little enough to learn from in two minutes."""
+VOCAB_SIZE = 1024
+PROMPTS = ("The with statement", "A function is", "Return a list of")
+THRESHOLD = 0.4
+TEMPERATURE = 0.6
+NEW_TOKENS = 64
 
 
 def demo_run(vocab_size: int = VOCAB_SIZE) -> RunSpec:
@@ -34,18 +37,18 @@ def demo_run(vocab_size: int = VOCAB_SIZE) -> RunSpec:
     return RunSpec(
         schema_version=1,
         name="demo",
-        model=ModelSpec(num_layers=8, hidden_size=256, num_attention_heads=4, vocab_size=vocab_size),
+        model=ModelSpec(num_layers=8, hidden_size=192, num_attention_heads=4, vocab_size=vocab_size),
         parallel=ParallelSpec(pipeline_model_parallel_size=2),
         training=TrainingSpec(
             micro_batch_size=4,
-            global_batch_size=32,
-            seq_length=256,
-            train_iters=60,
-            precision="fp32",
-            lr=2e-3,
-            min_lr=2e-4,
-            lr_warmup_iters=6,
-            log_interval=5,
+            global_batch_size=16,
+            seq_length=128,
+            train_iters=210,
+            lr=3e-3,
+            min_lr=3e-4,
+            lr_warmup_iters=15,
+            log_interval=10,
+            eval_iters=4,
         ),
         data=DataSpec(data_path="data/text", tokenizer="data/text.tokenizer.json"),
         exits=ExitsSpec(count=2),
@@ -106,7 +109,7 @@ def _build_data(out: Path, progress: Progress) -> Path:
     from eeplan.runtime.data import build_from_texts
     from eeplan.runtime.tokenizer import train_bpe
 
-    texts = [text for _, text in demo_corpus()]
+    texts = [text for _, text in demo_corpus(CORPUS_BYTES)]
     tokenizer = train_bpe(texts, VOCAB_SIZE)
     built = build_from_texts(texts, out / "data" / "text", tokenizer, progress=progress.update)
     progress.line(
@@ -155,7 +158,14 @@ def _generate(run_dir: Path, progress: Progress) -> None:
     samples = []
     for index, prompt in enumerate(PROMPTS):
         progress.update(index, len(PROMPTS), prompt)
-        result = generate_text(run_dir, prompt, threshold=THRESHOLD, max_new_tokens=NEW_TOKENS)
+        result = generate_text(
+            run_dir,
+            prompt,
+            threshold=THRESHOLD,
+            max_new_tokens=NEW_TOKENS,
+            temperature=TEMPERATURE,
+            seed=index + 1,
+        )
         samples.append({key: result[key] for key in ("prompt", "threshold", "tokens", "tokens_per_s")})
         early = sum(token["exit"] != "final" for token in result["tokens"])
         progress.line(
