@@ -1,6 +1,6 @@
 """Sentences for people: why a choice was made, what came second, and why nothing fits.
 
-Stages are numbered from 1 here, as in the paper; everywhere else they count from 0.
+Stages count from 0 in texts, as everywhere.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ from collections.abc import Sequence
 
 from eeplan.plan import Decision
 from eeplan.sim.costs import CostModel
-from eeplan.sim.layout import Slot
+from eeplan.sim.layout import Slot, squared_gaps
 from eeplan.sim.memory import memory_breakdown
 from eeplan.sim.search import Candidate, Outcome
-
-PLACEMENT_RULE = "least iteration time, then least largest peak, then depths closest to evenly spread"
 
 
 def overhead(candidate: Candidate, baseline: Candidate) -> float:
@@ -53,7 +51,7 @@ def infeasible(model: CostModel, candidate: Candidate, baseline: Candidate) -> s
             1, f"ask for fewer exits (without any, {format_bytes(max(baseline.peak_bytes))} suffice)"
         )
     return (
-        f"limits.device_memory_bytes is {_both(limit)}, but stage {stage + 1} of {len(candidate.stages)} "
+        f"limits.device_memory_bytes is {_both(limit)}, but stage {stage} of {len(candidate.stages)} "
         f"needs {_both(peak)} with {_exits(exits)}, {_both(peak - limit)} too much: "
         f"{format_bytes(parts.state_bytes)} parameters, gradients and optimizer state, "
         f"{format_bytes(parts.activation_bytes)} activations of {parts.in_flight} microbatches, "
@@ -111,9 +109,11 @@ def placement(model: CostModel, outcome: Outcome, baseline: Candidate) -> Decisi
     """For exits that the search has placed."""
     best = outcome.best
     assert best is not None, "a placement exists only where something fits"
+    layers = model.layout.num_layers
+    wasted = squared_gaps([slot.depth for slot in outcome.slots], layers) / (2 * layers)
     reason = (
-        f"{PLACEMENT_RULE}, over all {outcome.space_size} placements ({outcome.evaluated} different costs): "
-        f"{_numbers(best, baseline)}"
+        f"fastest iteration: {_numbers(best, baseline)}. Among equals the fewest layers in vain: "
+        f"{wasted:.3g} for a token that needs a uniformly drawn depth"
     )
     second = outcome.faster_but_too_large or outcome.runner_up
     rejected = ""
@@ -122,7 +122,7 @@ def placement(model: CostModel, outcome: Outcome, baseline: Candidate) -> Decisi
         if second is outcome.faster_but_too_large:
             rejected += f"; faster, but {_misfit(second)}, over limits.device_memory_bytes"
         elif second.rank[::2] == best.rank[::2]:
-            rejected += "; equal in both, but less evenly spread"
+            rejected += "; equal in both, but with more overshoot"
     return Decision(subject="exits.placement", choice=_slots(outcome.slots), reason=reason, rejected=rejected)
 
 
@@ -185,20 +185,20 @@ def _numbers(candidate: Candidate, baseline: Candidate) -> str:
 
 def _peak(candidate: Candidate) -> str:
     stage = max(range(len(candidate.peak_bytes)), key=lambda index: candidate.peak_bytes[index])
-    return f"largest peak {format_bytes(candidate.peak_bytes[stage])} on stage {stage + 1}"
+    return f"peak {format_bytes(candidate.peak_bytes[stage])} on stage {stage}"
 
 
 def _misfit(candidate: Candidate) -> str:
     stage = max(range(len(candidate.peak_bytes)), key=lambda index: candidate.peak_bytes[index])
-    return f"stage {stage + 1} needs {format_bytes(candidate.peak_bytes[stage])}"
+    return f"stage {stage} needs {format_bytes(candidate.peak_bytes[stage])}"
 
 
 def _counts(candidate: Candidate) -> str:
-    return f"{', '.join(map(str, candidate.counts))} exits per stage"
+    return f"exits per stage {', '.join(map(str, candidate.counts))}"
 
 
 def _slots(slots: Sequence[Slot]) -> str:
-    return ", ".join(f"{slot.boundary} layer {slot.layer} (stage {slot.stage + 1})" for slot in slots)
+    return ", ".join(f"{slot.boundary} layer {slot.layer} (stage {slot.stage})" for slot in slots)
 
 
 def _both(size: int) -> str:

@@ -8,9 +8,9 @@ stage i+1 (EE-LLM 3.2, Optimization 2: the later stage has one microbatch fewer 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import comb
 from typing import Protocol
 
@@ -127,26 +127,38 @@ def can_hold(counts: Sequence[int], layout: Layout) -> bool:
     return True
 
 
-def even_depths(counts: Sequence[int], layout: Layout) -> tuple[int, tuple[Slot, ...]] | None:
-    """The slots closest to evenly spread depths, for a given number of exits on each stage.
+def squared_gaps(depths: Iterable[int], num_layers: int) -> int:
+    """Sum of the squared gaps between consecutive exits, with 0 and ``num_layers`` at the ends.
 
-    Exit j of k (by depth) should sit at depth j L / (k+1). Dynamic programming over (exit, slot); depths
-    increase strictly, so the hidden state between two stages is read on one side only.
+    A token that needs d layers leaves at the next exit. With d uniform over the model, the layers that it
+    computes in vain are on average half of the gap it falls into: ``squared_gaps / (2 L)``.
+    """
+    marks = (0, *depths, num_layers)
+    return sum((deeper - shallower) ** 2 for shallower, deeper in pairwise(marks))
+
+
+def least_overshoot(counts: Sequence[int], layout: Layout) -> tuple[int, tuple[Slot, ...]] | None:
+    """The slots whose exits waste the fewest layers, for a given number of exits on each stage.
+
+    Dynamic programming over (exit, slot); depths increase strictly, so the hidden state between two stages is
+    read on one side only.
 
     Returns:
-        ``sum_j |(k+1) depth_j - j L|`` and the slots by depth, the shallowest of equally good ones; None when
-        a stage has too few slots.
+        :func:`squared_gaps` and the slots by depth, the shallowest of equally good ones; None when a stage
+        has too few slots.
     """
     wanted = [stage for stage, count in enumerate(counts) for _ in range(count)]
-    spacing, layers = len(wanted) + 1, layout.num_layers
-    # best[i]: least cost with the exits so far, the last of them in slot i, and the slots that reach it.
+    # Least cost with the exits so far, the last of them in each slot in turn, and the slots that reach it.
     best: list[tuple[int, tuple[Slot, ...]]] = [(0, ())]
-    for number, stage in enumerate(wanted, start=1):
+    for stage in wanted:
         reached: list[tuple[int, tuple[Slot, ...]]] = []
         for slot in layout.slots(stage):
-            below = [entry for entry in best if not entry[1] or entry[1][-1].depth < slot.depth]
-            if below:
-                cost, chain = min(below)
-                reached.append((cost + abs(spacing * slot.depth - number * layers), (*chain, slot)))
+            chains = [
+                (cost + (slot.depth - depth) ** 2, (*chain, slot))
+                for cost, chain in best
+                if (depth := chain[-1].depth if chain else 0) < slot.depth
+            ]
+            reached += [min(chains)] if chains else []
         best = reached
-    return min(best, default=None)
+    ends = [(cost + (layout.num_layers - (c[-1].depth if c else 0)) ** 2, c) for cost, c in best]
+    return min(ends, default=None)

@@ -2,8 +2,9 @@
 
 Time and peaks depend on exits only through what they add to each stage, so all placements with the same
 number of (equal) exits per stage cost the same; the search judges each such vector of counts once and then
-puts the exits of the best one at the most evenly spread depths. Covered: equal heads, a given layer split,
-exit forwards all deferred or all eager. It judges C(k+P-1, k) vectors: 84 for P=4, k=6, 3,876 for P=16, k=4.
+puts the exits of the best one where tokens compute the fewest layers in vain. Covered: equal heads, a given
+layer split, exit forwards all deferred or all eager. It judges C(k+P-1, k) vectors: 84 for P=4, k=6, 3,876
+for P=16, k=4.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from eeplan.sim.costs import (
 )
 from eeplan.sim.engine import message_ns
 from eeplan.sim.fast import stage_ends_ns
-from eeplan.sim.layout import Layout, Slot, can_hold, even_depths
+from eeplan.sim.layout import Layout, Slot, can_hold, least_overshoot
 from eeplan.sim.memory import iteration_peak_bytes
 from eeplan.sim.parameters import Head
 from eeplan.sim.schedule import compute_order
@@ -90,7 +91,8 @@ def search(model: CostModel, num_exits: int, head: Head, modes: Sequence[ExitFor
     """The best placement of ``num_exits`` equal exits, proved by judging all of them.
 
     Least iteration time first, then deferred before eager, then the least largest peak of any stage, then the
-    depths closest to j L / (k+1), then fewer exits on early stages.
+    least expected overshoot
+    (:func:`eeplan.sim.layout.squared_gaps`), then fewer exits on early stages.
 
     Args:
         model: run, layout and op costs.
@@ -105,7 +107,7 @@ def search(model: CostModel, num_exits: int, head: Head, modes: Sequence[ExitFor
     ranked = sorted(candidates, key=lambda candidate: (candidate.rank, candidate.counts))
     limit = model.run.limits.device_memory_bytes
     fitting = [candidate for candidate in ranked if candidate.fits(limit)]
-    best, slots = _most_even(fitting, layout) if fitting else (None, ())
+    best, slots = _least_wasteful(fitting, layout) if fitting else (None, ())
     runners = [c for c in fitting if best and c.counts != best.counts]
     too_large = [c for c in ranked if best and c.iteration_ns < best.iteration_ns]
     return Outcome(
@@ -176,13 +178,13 @@ def _composed(
             yield mode, tuple(known[pair] for pair in enumerate(counts))
 
 
-def _most_even(ranked: Sequence[Candidate], layout: Layout) -> tuple[Candidate, tuple[Slot, ...]]:
-    """Of the best by rank, the candidate whose exits can be spread most evenly, with their slots."""
+def _least_wasteful(ranked: Sequence[Candidate], layout: Layout) -> tuple[Candidate, tuple[Slot, ...]]:
+    """Of the best by rank, the candidate whose exits overshoot least, with their slots."""
     _, equals = next(groupby(ranked, key=lambda candidate: candidate.rank))
     placed = []
     for candidate in equals:
-        spread = even_depths(candidate.counts, layout)
-        if spread is not None:
-            placed.append((*spread, candidate))
+        found = least_overshoot(candidate.counts, layout)
+        if found is not None:
+            placed.append((*found, candidate))
     _, slots, candidate = min(placed, key=lambda entry: (entry[0], entry[2].counts, entry[1]))
     return candidate, slots

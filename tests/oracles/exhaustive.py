@@ -40,12 +40,12 @@ class NaiveVerdict:
     mode: ExitForward
     iteration_ns: int
     peak_bytes: tuple[int, ...]
-    unevenness: int
+    overshoot: int
 
     @property
     def objective(self) -> tuple[int, bool, int, int]:
         """Less is better; the order that the planner promises."""
-        return self.iteration_ns, self.mode == "eager", max(self.peak_bytes), self.unevenness
+        return self.iteration_ns, self.mode == "eager", max(self.peak_bytes), self.overshoot
 
 
 def all_verdicts(
@@ -85,14 +85,17 @@ def verdict(run: RunSpec, profile: OpProfile, exits: Sequence[NaiveExit], mode: 
     step_s = max(
         profile.optimizer.fixed_s + stage.parameters() * profile.optimizer.per_parameter_s for stage in naive
     )
-    depths = sorted(spot.depth for spot in exits)
-    layers, k = run.model.num_layers, len(depths)
+    layers = run.model.num_layers
+    # Needed depths are uniform in (0, layers]; within layer i, the next exit is half a layer less than
+    # (exit - i) further on average. Doubled, so that it is an integer.
+    marks = sorted({layers, *(spot.depth for spot in exits)})
+    overshoot = sum(2 * (min(mark for mark in marks if mark > i) - i) - 1 for i in range(layers))
     return NaiveVerdict(
         exits=tuple(exits),
         mode=mode,
         iteration_ns=synced + round(step_s * 1e9) + round(profile.iteration_overhead_s * 1e9),
         peak_bytes=tuple(stage.peak_bytes() + profile.process_base_bytes for stage in naive),
-        unevenness=sum(abs((k + 1) * depth - j * layers) for j, depth in enumerate(depths, start=1)),
+        overshoot=overshoot,
     )
 
 

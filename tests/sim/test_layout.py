@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eeplan.sim.layout import Layout, Slot, can_hold, even_depths, uniform_layout
+from eeplan.sim.layout import Layout, Slot, can_hold, least_overshoot, squared_gaps, uniform_layout
 from eeplan.spec import ExitRequest
 
 splits = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple).filter(lambda split: sum(split) > 1)
@@ -74,7 +74,9 @@ def test_slots_are_every_distinct_pair_of_depth_and_stage(split: tuple[int, ...]
 
 @settings(max_examples=60, deadline=None)
 @given(splits, st.data())
-def test_the_evenest_slots_are_those_of_brute_force(split: tuple[int, ...], data: st.DataObject) -> None:
+def test_the_least_wasteful_slots_are_those_of_brute_force(
+    split: tuple[int, ...], data: st.DataObject
+) -> None:
     layout = Layout(split)
     counts = tuple(data.draw(st.integers(0, 2)) for _ in split)
     slots = [slot for stage in range(layout.num_stages) for slot in layout.slots(stage)]
@@ -83,16 +85,28 @@ def test_the_evenest_slots_are_those_of_brute_force(split: tuple[int, ...], data
         depths = [slot.depth for slot in chosen]
         held = tuple(sum(slot.stage == stage for slot in chosen) for stage in range(layout.num_stages))
         if held == counts and len(set(depths)) == k:
-            cost = sum(abs((k + 1) * depth - j * layout.num_layers) for j, depth in enumerate(depths, 1))
-            best = cost if best is None else min(best, cost)
-    found = even_depths(counts, layout)
-    assert can_hold(counts, layout) == (best is not None) == (found is not None)
-    if found is not None:
-        cost, chosen = found
-        assert cost == best
-        depths = [slot.depth for slot in chosen]
-        assert depths == sorted(set(depths))
-        assert cost == sum(abs((k + 1) * depth - j * layout.num_layers) for j, depth in enumerate(depths, 1))
+            found = squared_gaps(depths, layout.num_layers), chosen
+            best = found if best is None else min(best, found)
+    assert least_overshoot(counts, layout) == best
+    assert can_hold(counts, layout) == (best is not None)
+
+
+def test_overshoot_is_the_mean_of_what_tokens_compute_in_vain() -> None:
+    depths, num_layers, steps = (2, 3, 7), 10, 10_000
+    needed = [(i + 0.5) * num_layers / steps for i in range(steps)]
+    leaves = [min(mark for mark in (*depths, num_layers) if mark >= need) for need in needed]
+    mean = sum(leave - need for leave, need in zip(leaves, needed, strict=True)) / steps
+    assert squared_gaps(depths, num_layers) / (2 * num_layers) == pytest.approx(mean)
+    assert squared_gaps((), 10) == 100
+
+
+def test_exits_split_what_their_stages_let_them() -> None:
+    """P=2, L=8: 4 and 6 on the last stage, 2 and 4 on the first."""
+    layout = uniform_layout(8, 2)
+    for counts, depths in (((0, 2), [4, 6]), ((2, 0), [2, 4]), ((1, 1), [2, 5])):
+        found = least_overshoot(counts, layout)
+        assert found is not None
+        assert [slot.depth for slot in found[1]] == depths
 
 
 def test_the_space_counts_both_boundaries() -> None:
