@@ -6,6 +6,7 @@ measured (see ``profile``) or decided (see ``plan``).
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -129,7 +130,8 @@ class DataSpec(Model):
             parts = [float(part) for part in self.split.split(",")]
         except ValueError:
             parts = []
-        if len(parts) != 3 or min(parts, default=-1) < 0 or sum(parts) <= 0 or parts[0] <= 0:
+        # Written so that nan, of which no comparison holds, is refused.
+        if len(parts) != 3 or not (parts[0] > 0 and min(parts) >= 0 and sum(parts) < inf):
             raise ValueError(
                 f"split is {self.split!r}; expected three numbers 'train,valid,test' with a positive first"
             )
