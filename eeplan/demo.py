@@ -19,11 +19,11 @@ from eeplan.files import require_writable_folder, write_bytes, write_text
 from eeplan.schema import write_yaml
 from eeplan.spec import DataSpec, ExitsSpec, ModelSpec, ParallelSpec, RunSpec, TrainingSpec, load_run
 
-CORPUS_BYTES = 600_000
+CORPUS_BYTES = 500_000
 """Python's language reference and a little of its library: little enough to learn from in two minutes."""
 VOCAB_SIZE = 1024
 PROMPTS = ("The with statement", "A function is", "Return a list of")
-THRESHOLD = 0.4
+THRESHOLD = 0.3
 TEMPERATURE = 0.6
 NEW_TOKENS = 64
 
@@ -41,14 +41,14 @@ def demo_run(vocab_size: int = VOCAB_SIZE) -> RunSpec:
         parallel=ParallelSpec(pipeline_model_parallel_size=2),
         training=TrainingSpec(
             micro_batch_size=4,
-            global_batch_size=16,
+            global_batch_size=32,
             seq_length=128,
-            train_iters=210,
+            train_iters=130,
             lr=3e-3,
             min_lr=3e-4,
-            lr_warmup_iters=15,
+            lr_warmup_iters=10,
             log_interval=10,
-            eval_iters=4,
+            eval_iters=2,
         ),
         data=DataSpec(data_path="data/text", tokenizer="data/text.tokenizer.json"),
         exits=ExitsSpec(count=2),

@@ -118,7 +118,7 @@ def _train_step(rank: Rank, stream: BatchStream, iteration: int) -> tuple[StageT
     clock.start()
     start = clock.mark()
     rank.training.zero_gradients()
-    record = rank.executor.run(lambda _: _next_batch(stream, rank.backend.device))
+    record = rank.executor.run(lambda _: next_batch(stream, rank.backend.device))
     computed = clock.mark()
     rank.training.synchronize_gradients()
     synchronised = clock.mark()
@@ -151,13 +151,13 @@ def _validate(rank: Rank, writer: MetricsWriter | None, iteration: int) -> None:
     stream = build_batches(run, rank_info=rank.backend, split="valid")
     record = IterationRecord([], [], [])
     for index in range(len(stream)):
-        record.losses.append(_evaluate_one(rank, index, _next_batch(stream, rank.backend.device)))
+        record.losses.append(_evaluate_one(rank, index, next_batch(stream, rank.backend.device)))
     losses = _mean_losses(rank, record)
     if writer is not None:
         writer.validation(iteration, losses)
 
 
-def _next_batch(stream: BatchStream, device: torch.device) -> Batch:
+def next_batch(stream: BatchStream, device: torch.device) -> Batch:
     """The stream's next microbatch on the device."""
     microbatch = next(stream)
     return Batch(

@@ -95,6 +95,7 @@ def _measure_on_this_rank(run: RunSpec, seconds: float, processes: int) -> OpPro
     from eeplan.runtime.op_timing import measure_ops, miniature_stage, random_batch
     from eeplan.runtime.optimizer import Training
     from eeplan.runtime.optimizer_timing import measure_optimizer
+    from eeplan.runtime.overhead_timing import batch_source, measure_overhead
     from eeplan.runtime.recording import device_fingerprint
 
     def announce(step: int) -> None:
@@ -109,6 +110,8 @@ def _measure_on_this_rank(run: RunSpec, seconds: float, processes: int) -> OpPro
     announce(1)
     p2p = measure_p2p(run, backend)
     all_reduce = measure_all_reduce(run, backend)
+    synthetic = random_batch(run, backend.device)
+    overhead_s = measure_overhead(run, backend, batch_source(run, backend) or (lambda: synthetic))
     busy = backend.rank < processes
     group = dist.new_group(list(range(processes)))
     profile = None
@@ -119,7 +122,7 @@ def _measure_on_this_rank(run: RunSpec, seconds: float, processes: int) -> OpPro
         dist.barrier(group=group)
         announce(2)
         ops = measure_ops(
-            model, random_batch(run, backend.device), Clock(backend.device), backend.device,
+            model, synthetic, Clock(backend.device), backend.device,
             seconds=seconds, min_rounds=5,
         )  # fmt: skip
         dist.barrier(group=group)
@@ -140,6 +143,7 @@ def _measure_on_this_rank(run: RunSpec, seconds: float, processes: int) -> OpPro
                 p2p=p2p,
                 all_reduce=all_reduce,
                 optimizer=optimizer,
+                microbatch_overhead_s=overhead_s,
                 process_base_bytes=base_bytes,
             )
     dist.barrier()
