@@ -15,7 +15,7 @@ from pydantic import Field, PositiveInt
 from eeplan.errors import PlanError
 from eeplan.files import sha256_bytes, write_text
 from eeplan.schema import Model, dump_yaml, load_yaml
-from eeplan.spec import Boundary, ExitForward, HeadKind, RunSpec, with_data_paths
+from eeplan.spec import Boundary, ExitForward, FillMode, HeadKind, RunSpec, with_data_paths
 
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0.0)]
@@ -127,6 +127,36 @@ class Certificate(Model):
     space_size: Count
 
 
+class FillPlan(Model):
+    """Partial microbatches in the bubbles (paper 3.3), and what keeps the gradient unbiased with them.
+
+    The kind of every microbatch follows: ``num_full`` full ones, then the truncated, then the warm-up
+    inserts.
+    """
+
+    mode: FillMode
+    warm_up: Count
+    """Inserts of region A before those that meet no exit were dropped (K_A)."""
+    cool_down: Count
+    """Inserts of region B (K_B)."""
+    num_full: PositiveInt
+    """Full microbatches per iteration and data-parallel rank."""
+    warm_up_depths: tuple[PositiveInt, ...]
+    """Stages that each warm-up insert passes, deepest first."""
+    truncated_reaches: tuple[PositiveInt, ...]
+    """Last stages that each truncated microbatch's backward passes, furthest first."""
+    gradient_scales: tuple[Annotated[float, Field(gt=0.0, le=1.0)], ...]
+    """Per stage: multiplies its gradients of full and truncated microbatches."""
+    extra_tokens_per_iteration: Count
+    """Read beyond global_batch_size x seq_length, by all data-parallel ranks together."""
+    turn_forward_s: tuple[Seconds, ...]
+    """Per stage: a warm-up insert's forward where it turns, up to the stage's last exit."""
+    turn_backward_s: tuple[Seconds, ...]
+    turn_kept_bytes: tuple[Count, ...]
+    bare_forward_s: tuple[Seconds, ...]
+    """Per stage: a truncated microbatch's forward where its backward never comes; it runs no exits."""
+
+
 class Plan(Model):
     """The whole plan file."""
 
@@ -137,8 +167,11 @@ class Plan(Model):
     run: RunSpec
     exits: tuple[PlannedExit, ...]
     exit_forward: ExitForward
+    fill: FillPlan | None = None
+    """None when no bubble is filled."""
     schedule: Literal["1f1b"]
     num_microbatches: PositiveInt
+    """That global_batch_size asks of each data-parallel rank (M); ``fill`` may change what runs."""
     p2p_latency_s: Seconds
     p2p_bandwidth_bytes_per_s: Annotated[float, Field(gt=0.0)]
     stages: tuple[StagePlan, ...]

@@ -30,6 +30,9 @@ ExitForward = Literal["deferred", "eager"]
 """When an exit's forward runs: inside the backward step (paper 3.2, Optimization 1) or the forward step."""
 EXIT_FORWARDS: tuple[ExitForward, ...] = ("deferred", "eager")
 
+FillMode = Literal["added", "same_count"]
+"""``added``: partial microbatches on top of global_batch_size; ``same_count``: instead of full ones of it."""
+
 Fraction = Annotated[float, Field(ge=0.0)]
 
 
@@ -190,6 +193,26 @@ class ExitsSpec(Model):
         return self
 
 
+class FillCounts(Model):
+    """Partial microbatches per bubble region, chosen by hand."""
+
+    warmup: Annotated[int, Field(ge=0)] = 0
+    """Inserts between warm-up and steady state; insert k of K goes K+1-k stages deep."""
+    cooldown: Annotated[int, Field(ge=0)] = 0
+    """Microbatches in the cool-down whose backward passes the last stages only."""
+
+
+class FillSpec(Model):
+    """Partial microbatches in the bubbles of the pipeline (paper 3.3)."""
+
+    policy: Literal["none", "auto"] | FillCounts = "none"
+    """``auto``: as many as the limits on time and memory allow."""
+    mode: FillMode = "added"
+    max_time_overhead: Fraction = 0.0
+    """Largest accepted slow-down of an iteration by ``auto``, against its full microbatches alone (a
+    fraction)."""
+
+
 class LimitsSpec(Model):
     """Limits that a plan must respect; None means no limit."""
 
@@ -208,6 +231,7 @@ class RunSpec(Model):
     training: TrainingSpec
     data: DataSpec
     exits: ExitsSpec = ExitsSpec()
+    fill: FillSpec = FillSpec()
     limits: LimitsSpec = LimitsSpec()
 
     @property
@@ -248,7 +272,24 @@ class RunSpec(Model):
         if training.min_lr > training.lr:
             raise ValueError(f"training.min_lr {training.min_lr} exceeds training.lr {training.lr}; lower it")
         self._check_exits()
+        self._check_fill()
         return self
+
+    def _check_fill(self) -> None:
+        if not isinstance(self.fill.policy, FillCounts):
+            return
+        stages = self.parallel.pipeline_model_parallel_size
+        for name, count in (("warmup", self.fill.policy.warmup), ("cooldown", self.fill.policy.cooldown)):
+            if count >= stages:
+                raise ValueError(
+                    f"fill.policy.{name} is {count}; {stages} pipeline stages take at most {stages - 1}"
+                )
+        together = self.fill.policy.warmup + self.fill.policy.cooldown
+        if self.fill.mode == "same_count" and together >= self.num_microbatches:
+            raise ValueError(
+                f"fill.policy turns {together} of {self.num_microbatches} microbatches into partial ones; "
+                "leave a full one, or take mode: added"
+            )
 
     def _check_exits(self) -> None:
         layers = self.model.num_layers

@@ -11,6 +11,7 @@ from itertools import accumulate
 
 from eeplan.sim.costs import PipelineCosts
 from eeplan.sim.engine import per_stage
+from eeplan.sim.fill import Fill
 
 
 def upper_bound_ns(
@@ -119,6 +120,34 @@ def peak_bytes(costs: PipelineCosts, num_microbatches: int) -> tuple[int, ...]:
         + max(forward_transient[i], backward_transient[i])
         for i in stages
     )
+
+
+def filled_peak_bytes(costs: PipelineCosts, fill: Fill) -> tuple[int, ...]:
+    """:func:`peak_bytes` with partial microbatches in the bubbles (EE-LLM C.2).
+
+    Region A adds what its inserts keep to what the stage holds when its first backward runs; both the last
+    insert's forward and the backward after it run at that level, and none is higher. Region B adds nothing
+    where M >= P: its microbatches take the places of full ones that are done. With fewer, a forward that
+    keeps nothing may be the highest. Equals the engine's memory peak to the byte (tested).
+    """
+    num_stages = costs.num_stages
+    columns = (
+        costs.static_bytes,
+        costs.kept_bytes,
+        costs.turn_kept_bytes or costs.kept_bytes,
+        costs.forward_transient_bytes,
+        costs.backward_transient_bytes,
+    )
+    peaks = []
+    for stage, values in enumerate(zip(*(per_stage(c, num_stages) for c in columns), strict=True)):
+        static, kept, turn_kept, forward_transient, backward_transient = values
+        held, turning = fill.held_at_first_backward(stage, num_stages), fill.turning_on(stage)
+        level = (held + fill.warm_up_on(stage) - turning) * kept + turning * turn_kept
+        peak = level + max(forward_transient, backward_transient)
+        if min(num_stages - stage, fill.num_full + len(fill.reaches)) > held:
+            peak = max(peak, (held + 1) * kept + forward_transient)
+        peaks.append(static + peak)
+    return tuple(peaks)
 
 
 def bubble_fill_capacity(num_stages: int, forward_ns: int, backward_ns: int) -> int:

@@ -43,6 +43,14 @@ class PipelineCosts:
     """Beyond ``kept_bytes``, while a forward runs."""
     backward_transient_bytes: tuple[int, ...] = ()
     """Beyond ``kept_bytes``, while a backward runs."""
+    turn_forward_ns: tuple[int, ...] = ()
+    """A warm-up insert's forward where it turns, up to the stage's last exit; empty: like any forward."""
+    turn_backward_ns: tuple[int, ...] = ()
+    """Its backward there; empty: like any backward."""
+    turn_kept_bytes: tuple[int, ...] = ()
+    """What it keeps there; empty: ``kept_bytes``."""
+    bare_forward_ns: tuple[int, ...] = ()
+    """A truncated microbatch's forward where its backward never comes, without exits; empty: like any."""
 
     @property
     def num_stages(self) -> int:
@@ -183,6 +191,7 @@ def pipeline_costs(model: CostModel, stages: Sequence[StageCosts]) -> PipelineCo
 
 def pipeline_costs_of(plan: Plan) -> PipelineCosts:
     """The same costs, rebuilt from a plan alone."""
+    fill = plan.fill
     return PipelineCosts(
         forward_ns=tuple(to_ns(stage.forward_s) for stage in plan.stages),
         backward_ns=tuple(to_ns(stage.backward_s) for stage in plan.stages),
@@ -193,6 +202,10 @@ def pipeline_costs_of(plan: Plan) -> PipelineCosts:
         kept_bytes=tuple(stage.kept_bytes for stage in plan.stages),
         forward_transient_bytes=tuple(stage.forward_transient_bytes for stage in plan.stages),
         backward_transient_bytes=tuple(stage.backward_transient_bytes for stage in plan.stages),
+        turn_forward_ns=tuple(map(to_ns, fill.turn_forward_s)) if fill else (),
+        turn_backward_ns=tuple(map(to_ns, fill.turn_backward_s)) if fill else (),
+        turn_kept_bytes=fill.turn_kept_bytes if fill else (),
+        bare_forward_ns=tuple(map(to_ns, fill.bare_forward_s)) if fill else (),
     )
 
 

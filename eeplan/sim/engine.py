@@ -17,7 +17,7 @@ from typing import Literal
 
 from eeplan.errors import ScheduleError
 from eeplan.sim.costs import PipelineCosts
-from eeplan.sim.schedule import Instruction, Op, Schedule
+from eeplan.sim.schedule import Instruction, Kind, Op, Schedule
 from eeplan.sim.validators import describe_pending
 from eeplan.timeline import Direction, MemorySample, Message, Span, Timeline
 
@@ -25,6 +25,9 @@ Transport = Literal["asynchronous", "rendezvous"]
 """``asynchronous``: sends and receives return at once (isend, irecv posted ahead), and the op that uses a
 message waits for it. ``rendezvous``: sender and receiver both wait until both have posted and the transfer is
 done, as Megatron's blocking p2p does."""
+
+_Durations = tuple[Sequence[int], Sequence[int]]
+"""Nanoseconds of each microbatch's forward and backward on one stage."""
 
 # Looking a member up in its Enum costs as much as the rest of a loop's turn.
 _FORWARD, _BACKWARD = Op.FORWARD, Op.BACKWARD
@@ -51,11 +54,10 @@ def simulate(schedule: Schedule, costs: PipelineCosts, transport: Transport = "a
     run = {"asynchronous": _run_asynchronous, "rendezvous": _run_rendezvous}[transport]
     with _collector_paused():
         spans, messages = run(schedule, costs)
-        return Timeline(
-            spans=tuple(map(tuple, spans)),
-            messages=tuple(messages),
-            memory=tuple(memory_over_time(stage, spans[stage], costs) for stage in range(costs.num_stages)),
+        memory = tuple(
+            memory_over_time(stage, spans[stage], costs, schedule.kinds) for stage in range(costs.num_stages)
         )
+        return Timeline(spans=tuple(map(tuple, spans)), messages=tuple(messages), memory=memory)
 
 
 def message_ns(costs: PipelineCosts) -> tuple[int, ...]:
@@ -75,33 +77,50 @@ def per_stage(values: Sequence[int], num_stages: int) -> Sequence[int]:
     return values or (0,) * num_stages
 
 
-def memory_over_time(stage: int, spans: Sequence[Span], costs: PipelineCosts) -> tuple[MemorySample, ...]:
+def memory_over_time(
+    stage: int, spans: Sequence[Span], costs: PipelineCosts, kinds: Sequence[Kind] = ()
+) -> tuple[MemorySample, ...]:
     """Live bytes of one stage from its spans: static, plus what each microbatch in flight keeps (from the
     start of its forward to the end of its backward), plus the transient of the op that runs.
 
-    An op that follows another at once starts from what that one left; only the new level is recorded.
+    An op that follows another at once starts from what that one left; only the new level is recorded. A
+    forward whose backward never comes to the stage is charged what a kept one has at its peak, and leaves
+    nothing: it computes the same without keeping, so that is an upper bound.
+
+    Args:
+        kinds: of each microbatch; empty when all are full.
     """
-    static, kept, forward_transient, backward_transient = (
+    static, kept, forward_transient, backward_transient, turn_kept = (
         per_stage(values, costs.num_stages)[stage]
         for values in (
             costs.static_bytes,
             costs.kept_bytes,
             costs.forward_transient_bytes,
             costs.backward_transient_bytes,
+            costs.turn_kept_bytes or costs.kept_bytes,
         )
     )
+    levels = {
+        kind: (turn_kept if kind.turns_on(stage) else kept, kind.has(Op.BACKWARD, stage))
+        for kind in set(kinds)
+    }
     live = static
     changed_ns = 0
     samples: list[MemorySample] = []
+    mine, is_kept = kept, True
     for span in spans:
+        if kinds:
+            mine, is_kept = levels[kinds[span.microbatch]]
         if span.start_ns > changed_ns:
             samples.append(MemorySample(changed_ns, live))
         if span.kind == "forward":
-            live += kept
+            live += mine
             samples.append(MemorySample(span.start_ns, live + forward_transient))
+            if not is_kept:
+                live -= mine
         else:
             samples.append(MemorySample(span.start_ns, live + backward_transient))
-            live -= kept
+            live -= mine
         changed_ns = span.end_ns
     samples.append(MemorySample(changed_ns, live))
     return tuple(samples)
@@ -143,6 +162,26 @@ class _Link:
         )
 
 
+def _durations(schedule: Schedule, costs: PipelineCosts, stage: int) -> _Durations:
+    forward_ns, backward_ns = costs.forward_ns[stage], costs.backward_ns[stage]
+    if not schedule.kinds:
+        count = schedule.num_microbatches
+        return [forward_ns] * count, [backward_ns] * count
+    turn = (
+        (costs.turn_forward_ns or costs.forward_ns)[stage],
+        (costs.turn_backward_ns or costs.backward_ns)[stage],
+    )
+    bare = (costs.bare_forward_ns or costs.forward_ns)[stage], 0
+    known = {
+        kind: turn
+        if kind.turns_on(stage)
+        else ((forward_ns, backward_ns) if kind.has(Op.BACKWARD, stage) else bare)
+        for kind in set(schedule.kinds)
+    }
+    forwards, backwards = zip(*(known[kind] for kind in schedule.kinds), strict=True)
+    return forwards, backwards
+
+
 def _links(schedule: Schedule, costs: PipelineCosts) -> tuple[list[_Link], list[_Link]]:
     """Links that carry hidden states and links that carry gradients; both by the earlier stage."""
     sizes = per_stage(costs.output_bytes, costs.num_stages)
@@ -153,12 +192,16 @@ def _links(schedule: Schedule, costs: PipelineCosts) -> tuple[list[_Link], list[
         for links, source, target in ((hidden, stage, stage + 1), (gradients, stage + 1, stage)):
             direction: Direction = "forward" if source < target else "backward"
             unsent: list[int | None] = [None] * schedule.num_microbatches
+            if direction == "backward" and schedule.kinds:
+                # Where a warm-up insert turns, its backward awaits no gradient.
+                unsent = [0 if kind.turns_on(stage) else None for kind in schedule.kinds]
             links.append(_Link(source, target, direction, size_bytes, duration_ns, unsent))
     return hidden, gradients
 
 
 def _run_asynchronous(schedule: Schedule, costs: PipelineCosts) -> tuple[list[list[Span]], list[Message]]:
     hidden, gradients = _links(schedule, costs)
+    durations = [_durations(schedule, costs, stage) for stage in range(schedule.num_stages)]
     present: list[int | None] = [0] * schedule.num_microbatches
     # When the input of each microbatch's forward and backward is on its stage.
     forward_ready_ns = [present, *(link.arrivals_ns for link in hidden)]
@@ -180,7 +223,7 @@ def _run_asynchronous(schedule: Schedule, costs: PipelineCosts) -> tuple[list[li
                 if ready_ns is None:
                     waiting[stage] = True
                     break
-                span = _span(costs, stage, instruction, ready_ns if ready_ns > now_ns else now_ns)
+                span = _span(durations, stage, instruction, ready_ns if ready_ns > now_ns else now_ns)
                 spans[stage].append(span)
                 heappush(events, (span.end_ns, stage))
                 position += 1
@@ -199,6 +242,7 @@ def _run_asynchronous(schedule: Schedule, costs: PipelineCosts) -> tuple[list[li
 
 def _run_rendezvous(schedule: Schedule, costs: PipelineCosts) -> tuple[list[list[Span]], list[Message]]:
     hidden, gradients = _links(schedule, costs)
+    durations = [_durations(schedule, costs, stage) for stage in range(schedule.num_stages)]
     positions = [0] * schedule.num_stages
     spans: list[list[Span]] = [[] for _ in positions]
     messages: list[Message] = []
@@ -210,7 +254,7 @@ def _run_rendezvous(schedule: Schedule, costs: PipelineCosts) -> tuple[list[list
         instruction = schedule.stages[stage][positions[stage]]
         op = instruction.op
         if op is _FORWARD or op is _BACKWARD:
-            span = _span(costs, stage, instruction, now_ns)
+            span = _span(durations, stage, instruction, now_ns)
             spans[stage].append(span)
             positions[stage] += 1
             heappush(events, (span.end_ns, stage))
@@ -231,10 +275,17 @@ def _run_rendezvous(schedule: Schedule, costs: PipelineCosts) -> tuple[list[list
     return spans, messages
 
 
-def _span(costs: PipelineCosts, stage: int, instruction: Instruction, start_ns: int) -> Span:
+def _span(
+    durations: Sequence[tuple[Sequence[int], Sequence[int]]],
+    stage: int,
+    instruction: Instruction,
+    start_ns: int,
+) -> Span:
+    microbatch = instruction.microbatch
+    forward_ns, backward_ns = durations[stage]
     if instruction.op is _FORWARD:
-        return Span(stage, "forward", instruction.microbatch, start_ns, start_ns + costs.forward_ns[stage])
-    return Span(stage, "backward", instruction.microbatch, start_ns, start_ns + costs.backward_ns[stage])
+        return Span(stage, "forward", microbatch, start_ns, start_ns + forward_ns[microbatch])
+    return Span(stage, "backward", microbatch, start_ns, start_ns + backward_ns[microbatch])
 
 
 def _require_finished(schedule: Schedule, positions: Sequence[int]) -> None:

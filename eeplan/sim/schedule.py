@@ -15,8 +15,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
 from eeplan.errors import ScheduleError
+
+KindName = Literal["full", "warm_up", "truncated"]
 
 
 class Op(Enum):
@@ -43,6 +46,57 @@ class Instruction:
 
 
 @dataclass(frozen=True, slots=True)
+class Kind:
+    """Which part of the pipeline a microbatch passes (EE-LLM 3.3).
+
+    ``full``: all of it. ``warm_up``: forward on the first stages only, then back from the early losses met
+    there. ``truncated``: forward everywhere, backward through the last stages only.
+    """
+
+    name: KindName
+    last_forward: int
+    """Stage where the forward ends and the backward begins."""
+    first_backward: int
+    """Stage where the backward ends; stages before it keep no activations."""
+
+    def has(self, op: Op, stage: int) -> bool:
+        """Whether ``stage`` has this instruction for such a microbatch."""
+        first, last = self.first_backward, self.last_forward
+        match op:
+            case Op.FORWARD:
+                return stage <= last
+            case Op.SEND_FORWARD:
+                return stage < last
+            case Op.RECV_FORWARD:
+                return 0 < stage <= last
+            case Op.BACKWARD:
+                return first <= stage <= last
+            case Op.SEND_BACKWARD:
+                return first < stage <= last
+            case Op.RECV_BACKWARD:
+                return first <= stage < last
+
+    def turns_on(self, stage: int) -> bool:
+        """Whether a warm-up insert ends on ``stage``: it runs no further than that stage's last exit."""
+        return self.name == "warm_up" and stage == self.last_forward
+
+
+def full(num_stages: int) -> Kind:
+    """The kind of every microbatch of plain 1F1B."""
+    return Kind("full", last_forward=num_stages - 1, first_backward=0)
+
+
+def warm_up(depth: int) -> Kind:
+    """Forward and backward on the first ``depth`` stages."""
+    return Kind("warm_up", last_forward=depth - 1, first_backward=0)
+
+
+def truncated(num_stages: int, reach: int) -> Kind:
+    """Forward on all stages, backward on the last ``reach``."""
+    return Kind("truncated", last_forward=num_stages - 1, first_backward=num_stages - reach)
+
+
+@dataclass(frozen=True, slots=True)
 class Schedule:
     """An ordered tuple of instructions for each stage.
 
@@ -52,11 +106,24 @@ class Schedule:
 
     num_microbatches: int
     stages: tuple[tuple[Instruction, ...], ...]
+    kinds: tuple[Kind, ...] = ()
+    """Of each microbatch; empty when all of them are full."""
 
     @property
     def num_stages(self) -> int:
         """Pipeline stages (P)."""
         return len(self.stages)
+
+    def kind(self, microbatch: int) -> Kind:
+        """Which part of the pipeline ``microbatch`` passes."""
+        return self.kinds[microbatch] if self.kinds else full(self.num_stages)
+
+    def having(self, op: Op, stage: int) -> list[bool]:
+        """For each microbatch, whether ``stage`` has this instruction for it."""
+        if not self.kinds:
+            return [full(self.num_stages).has(op, stage)] * self.num_microbatches
+        known = {kind: kind.has(op, stage) for kind in set(self.kinds)}
+        return [known[kind] for kind in self.kinds]
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
@@ -102,22 +169,24 @@ def with_messages(schedule: Schedule) -> Schedule:
 
         F0 (sf0 rb0) B0     a forward, then a backward: send the hidden states, then await the gradient
         B0 (rf1 sb0) F1     a backward, then a forward: receive the hidden states, then send the gradient
+
+    A microbatch that is not full has only the messages of its kind.
     """
     messages = {op: [Instruction(op, m) for m in range(schedule.num_microbatches)] for op in Op}
-    last = schedule.num_stages - 1
     stages = []
     for stage, order in enumerate(schedule.stages):
+        having = {op: schedule.having(op, stage) for op in Op}
         program: list[Instruction] = []
         pending: Instruction | None = None
         for compute in order:
-            forward = compute.op is Op.FORWARD
-            receive, receives = (Op.RECV_FORWARD, stage > 0) if forward else (Op.RECV_BACKWARD, stage < last)
-            send, sends = (Op.SEND_FORWARD, stage < last) if forward else (Op.SEND_BACKWARD, stage > 0)
-            exchange = [messages[receive][compute.microbatch]] if receives else []
+            m, forward = compute.microbatch, compute.op is Op.FORWARD
+            receive = Op.RECV_FORWARD if forward else Op.RECV_BACKWARD
+            send = Op.SEND_FORWARD if forward else Op.SEND_BACKWARD
+            exchange = [messages[receive][m]] if having[receive][m] else []
             if pending is not None:
                 gradient_waits = pending.op is Op.SEND_BACKWARD and forward
                 exchange.insert(len(exchange) if gradient_waits else 0, pending)
             program += (*exchange, compute)
-            pending = messages[send][compute.microbatch] if sends else None
+            pending = messages[send][m] if having[send][m] else None
         stages.append(tuple(program) if pending is None else (*program, pending))
-    return Schedule(schedule.num_microbatches, tuple(stages))
+    return Schedule(schedule.num_microbatches, tuple(stages), schedule.kinds)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from eeplan.errors import ScheduleError
-from eeplan.sim.schedule import Instruction, Op, Schedule
+from eeplan.sim.fill import Fill
+from eeplan.sim.schedule import Instruction, Kind, Op, Schedule
 
 PEER_OFFSET = {Op.SEND_FORWARD: 1, Op.RECV_FORWARD: -1, Op.SEND_BACKWARD: -1, Op.RECV_BACKWARD: 1}
 """Stage at the other end of a message, relative to the stage of the instruction."""
@@ -33,13 +34,25 @@ _NAMES = {
 }
 
 
+_PREREQUISITES = {
+    Op.FORWARD: (Op.RECV_FORWARD,),
+    Op.BACKWARD: (Op.FORWARD, Op.RECV_BACKWARD),
+    Op.SEND_FORWARD: (Op.FORWARD,),
+    Op.SEND_BACKWARD: (Op.BACKWARD,),
+    Op.RECV_FORWARD: (),
+    Op.RECV_BACKWARD: (),
+}
+"""What must precede each op of a microbatch on its stage, where the stage has it for that microbatch."""
+
+
 def validate(schedule: Schedule) -> None:
-    """Check a 1F1B schedule completely.
+    """Check a 1F1B schedule completely, with or without filled bubbles.
 
     Raises:
-        ScheduleError: an instruction out of range; an op without its input; a microbatch not exactly once
-            forward and once backward on a stage; the two ends of a channel in different order; a deadlock
-            (names the pending instructions); more or fewer microbatches in flight than min(P-i, M).
+        ScheduleError: an instruction or kind out of range; an op without its input; a microbatch not exactly
+            once forward and once backward on each stage of its kind; the two ends of a channel in different
+            order; a deadlock (names the pending instructions); more or fewer microbatches in flight than the
+            memory prediction is made for, min(P-i, M) without inserts.
     """
     check_labels(schedule)
     check_inputs_and_counts(schedule)
@@ -60,6 +73,7 @@ def check_labels(schedule: Schedule) -> None:
             f"schedule has {schedule.num_stages} stages and {schedule.num_microbatches} microbatches; "
             "expected at least one of each"
         )
+    _check_kinds(schedule)
     for stage, program in enumerate(schedule.stages):
         for position, instruction in enumerate(program):
             if not 0 <= instruction.microbatch < schedule.num_microbatches or instruction.chunk != 0:
@@ -75,16 +89,36 @@ def check_labels(schedule: Schedule) -> None:
                 )
 
 
+def _check_kinds(schedule: Schedule) -> None:
+    if schedule.kinds and len(schedule.kinds) != schedule.num_microbatches:
+        raise ScheduleError(
+            f"schedule has {schedule.num_microbatches} microbatches and kinds for {len(schedule.kinds)}"
+        )
+    last = schedule.num_stages - 1
+    for kind, microbatch in {kind: m for m, kind in enumerate(schedule.kinds)}.items():
+        first, turn = kind.first_backward, kind.last_forward
+        fits = {
+            "full": first == 0 and turn == last,
+            "warm_up": first == 0 and 0 <= turn < last,
+            "truncated": 0 < first <= last and turn == last,
+        }
+        if not fits[kind.name]:
+            raise ScheduleError(
+                f"microbatch {microbatch} is '{kind.name}' with its forward up to stage {turn} and its "
+                f"backward down to stage {first}; that does not fit stages 0 to {last}"
+            )
+
+
 def check_inputs_and_counts(schedule: Schedule) -> None:
-    """Each microbatch passes each stage exactly once forward and once backward, and every instruction comes
-    after the one whose result it uses.
+    """Each microbatch passes each stage of its kind exactly once forward and once backward, and every
+    instruction comes after those whose results it uses.
 
     Raises:
         ScheduleError.
     """
     for stage, program in enumerate(schedule.stages):
-        needs = _prerequisites(stage, schedule.num_stages)
-        done: dict[Op, set[int]] = {op: set() for op in needs}
+        having = {op: schedule.having(op, stage) for op in Op}
+        done: dict[Op, set[int]] = {op: set() for op in Op}
         for position, instruction in enumerate(program):
             op, microbatch = instruction.op, instruction.microbatch
             if microbatch in done[op]:
@@ -92,19 +126,25 @@ def check_inputs_and_counts(schedule: Schedule) -> None:
                     f"{_where(stage, position, instruction)}: second {_NAMES[op]} of microbatch "
                     f"{microbatch}; expected exactly one"
                 )
-            for need in needs[op]:
-                if microbatch not in done[need]:
+            if not having[op][microbatch]:
+                raise ScheduleError(
+                    f"{_where(stage, position, instruction)}: {_NAMES[op]} of microbatch {microbatch}, which "
+                    f"is {_describe(schedule.kind(microbatch))} and has none here"
+                )
+            for need in _PREREQUISITES[op]:
+                if having[need][microbatch] and microbatch not in done[need]:
                     raise ScheduleError(
                         f"{_where(stage, position, instruction)}: expected {need.value}{microbatch} (the "
                         f"{_NAMES[need]} of microbatch {microbatch}) before it on this stage"
                     )
             done[op].add(microbatch)
         for op, seen in done.items():
-            if len(seen) != schedule.num_microbatches:
-                missing = min(set(range(schedule.num_microbatches)) - seen)
+            expected = sum(having[op])
+            if len(seen) != expected:
+                missing = min(m for m, here in enumerate(having[op]) if here and m not in seen)
                 raise ScheduleError(
                     f"stage {stage}: {_NAMES[op]} of microbatch {missing} ({op.value}{missing}) is missing; "
-                    f"expected exactly one for each of {schedule.num_microbatches} microbatches"
+                    f"expected exactly one for each of {expected} microbatches"
                 )
 
 
@@ -152,29 +192,37 @@ def check_deadlock(schedule: Schedule, *, rendezvous: bool) -> None:
 
 
 def check_in_flight(schedule: Schedule) -> None:
-    """Stage i (from 0) holds min(P-i, M) microbatches at its fullest, as the memory model assumes.
+    """Stage i (from 0) holds min(P-i, M) microbatches and its warm-up inserts at its fullest, as the memory
+    model assumes (:meth:`Fill.most_in_flight`).
 
     Raises:
         ScheduleError.
     """
+    fill = Fill.of(schedule)
     for stage, count in enumerate(in_flight(schedule)):
-        expected = min(schedule.num_stages - stage, schedule.num_microbatches)
+        expected = fill.most_in_flight(stage, schedule.num_stages)
         if count != expected:
+            inserts = fill.warm_up_on(stage)
             raise ScheduleError(
-                f"stage {stage}: up to {count} microbatches in flight; expected min(P-i, M) = {expected}, "
-                "which the memory prediction is made for"
+                f"stage {stage}: up to {count} microbatches in flight; expected min(P-i, M) "
+                f"{f'and {inserts} inserts ' if inserts else ''}= {expected}, which the memory prediction is "
+                "made for"
             )
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Most microbatches of each stage that are between their forward and their backward at once."""
+    """Most microbatches of each stage that are between their forward and their backward at once.
+
+    A forward without a backward counts while it runs.
+    """
     peaks = []
-    for program in schedule.stages:
+    for stage, program in enumerate(schedule.stages):
+        is_kept = schedule.having(Op.BACKWARD, stage)
         live = peak = 0
         for instruction in program:
             if instruction.op is Op.FORWARD:
-                live += 1
-                peak = max(peak, live)
+                peak = max(peak, live + 1)
+                live += is_kept[instruction.microbatch]
             elif instruction.op is Op.BACKWARD:
                 live -= 1
         peaks.append(peak)
@@ -194,18 +242,10 @@ def _where(stage: int, position: int, instruction: Instruction) -> str:
     return f"stage {stage}, instruction {position} ({instruction})"
 
 
-def _prerequisites(stage: int, num_stages: int) -> dict[Op, tuple[Op, ...]]:
-    """What must precede each op of a microbatch on this stage; has no key for ops it cannot have."""
-    first, last = stage == 0, stage == num_stages - 1
-    needs: dict[Op, tuple[Op, ...]] = {
-        Op.FORWARD: () if first else (Op.RECV_FORWARD,),
-        Op.BACKWARD: (Op.FORWARD,) if last else (Op.FORWARD, Op.RECV_BACKWARD),
-    }
-    if not first:
-        needs |= {Op.RECV_FORWARD: (), Op.SEND_BACKWARD: (Op.BACKWARD,)}
-    if not last:
-        needs |= {Op.SEND_FORWARD: (Op.FORWARD,), Op.RECV_BACKWARD: ()}
-    return needs
+def _describe(kind: Kind) -> str:
+    if kind.name == "warm_up":
+        return f"a warm-up insert up to stage {kind.last_forward}"
+    return "full" if kind.name == "full" else f"truncated at stage {kind.first_backward}"
 
 
 def _run_buffered(schedule: Schedule) -> dict[int, int]:

@@ -50,7 +50,7 @@ def one_f_one_b_ns(
                     in_the_way = [("message", kind, stage, m - 1)] if m else []
                     duration = message_ns[link] if message_ns else 0
                     add(("message", kind, stage, m), duration, (kind, stage, m), *in_the_way)
-    return _longest(durations, after)
+    return max(longest(durations, after).values())
 
 
 def blocking_one_f_one_b_ns(
@@ -73,7 +73,7 @@ def blocking_one_f_one_b_ns(
                 durations[node] = message_ns[where]
             after.setdefault(node, []).extend(previous)
             previous = [node]
-    return _longest(durations, after)
+    return max(longest(durations, after).values())
 
 
 def _megatron_program(num_stages: int, stage: int, num_microbatches: int) -> list[Node]:
@@ -121,7 +121,8 @@ def _order(num_stages: int, stage: int, num_microbatches: int) -> list[tuple[str
     return order
 
 
-def _longest(durations: dict[Node, int], after: dict[Node, list[Node]]) -> int:
+def longest(durations: dict[Node, int], after: dict[Node, list[Node]]) -> dict[Node, int]:
+    """End of every node when each starts once all that it comes after have ended."""
     ends: dict[Node, int] = {}
     for root in durations:
         stack = [root]
@@ -133,4 +134,4 @@ def _longest(durations: dict[Node, int], after: dict[Node, list[Node]]) -> int:
                 continue
             stack.pop()
             ends[node] = max((ends[before] for before in after[node]), default=0) + durations[node]
-    return max(ends.values())
+    return ends
