@@ -14,6 +14,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from eeplan.errors import SpecError
 from eeplan.schema import Model, load_yaml, validate
+from eeplan.usage import UsagePrior
 
 HeadKind = Literal["minimal", "norm", "mlp", "block"]
 """What stands between an exit's hidden state and its logits.
@@ -32,6 +33,11 @@ EXIT_FORWARDS: tuple[ExitForward, ...] = ("deferred", "eager")
 
 FillMode = Literal["added", "same_count"]
 """``added``: partial microbatches on top of global_batch_size; ``same_count``: instead of full ones of it."""
+
+DecodeMode = Literal["full", "kv_recompute", "catch_up", "pipeline"]
+"""How a model is decoded (paper 4; facts 6): without early exits, or who completes a left token's keys and
+values: a later forward from the first layer on, one from where the token left, or the later stages."""
+DECODE_MODES: tuple[DecodeMode, ...] = ("full", "kv_recompute", "catch_up", "pipeline")
 
 Fraction = Annotated[float, Field(ge=0.0)]
 
@@ -211,6 +217,17 @@ class FillSpec(Model):
     max_time_overhead: Fraction = 0.0
     """Largest accepted slow-down of an iteration by ``auto``, against its full microbatches alone (a
     fraction)."""
+
+
+class DecodeSpec(Model):
+    """How the trained model will be decoded, one sequence at a time; plans predict its latency."""
+
+    threshold: Annotated[float, Field(ge=0.0, le=1.0)] = 0.8
+    """Confidence at which a token leaves early; 1 never."""
+    recompute_limit: Annotated[int, Field(ge=0)] = 8
+    """Most tokens that may wait for their deep keys and values before a pass through all layers."""
+    prior: UsagePrior = UsagePrior()
+    """How many tokens leave early, supposed until a usage file says what was measured."""
 
 
 class LimitsSpec(Model):
