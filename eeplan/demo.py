@@ -37,7 +37,9 @@ def demo_run(vocab_size: int = VOCAB_SIZE) -> RunSpec:
     return RunSpec(
         schema_version=1,
         name="demo",
-        model=ModelSpec(num_layers=8, hidden_size=192, num_attention_heads=4, vocab_size=vocab_size),
+        model=ModelSpec(
+            num_layers=8, hidden_size=192, num_attention_heads=4, vocab_size=vocab_size, init_method_std=0.07
+        ),
         parallel=ParallelSpec(pipeline_model_parallel_size=2),
         training=TrainingSpec(
             micro_batch_size=4,
