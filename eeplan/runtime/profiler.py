@@ -23,7 +23,7 @@ from eeplan.spec import RunSpec
 
 MAX_LAYERS = 4
 """Layers of the miniature stage; enough that no layer's weights stay in cache until its next turn."""
-STEPS = ("start processes", "messages and reductions", "ops", "optimizer")
+STEPS = ("start processes", "messages and reductions", "ops", "optimizer", "decode steps")
 _STEP_LINE = re.compile(r"measuring (\d+): (.+)")
 
 
@@ -89,6 +89,7 @@ def _measure_on_this_rank(run: RunSpec, seconds: float, processes: int) -> OpPro
     from eeplan.profile import DeviceFingerprint, ModelShape
     from eeplan.runtime import backend as backends
     from eeplan.runtime.clock import Clock
+    from eeplan.runtime.decode_timing import measure_decode_costs
     from eeplan.runtime.link_timing import measure_all_reduce, measure_p2p
     from eeplan.runtime.memory import resident_bytes
     from eeplan.runtime.model import build_model
@@ -130,6 +131,9 @@ def _measure_on_this_rank(run: RunSpec, seconds: float, processes: int) -> OpPro
         half = replace(miniature_stage(max(1, layers // 2)), exits=())
         small = Training(run, build_model(run, half, backend), backend)
         optimizer = measure_optimizer([small, training], Clock(backend.device))
+        del model, training, small
+        announce(4)
+        decode = measure_decode_costs(run, backend, group, processes, seconds=seconds / 4)
         if backend.rank == 0:
             profile = OpProfile(
                 schema_version=1,
@@ -145,6 +149,7 @@ def _measure_on_this_rank(run: RunSpec, seconds: float, processes: int) -> OpPro
                 optimizer=optimizer,
                 microbatch_overhead_s=overhead_s,
                 process_base_bytes=base_bytes,
+                decode=decode,
             )
     dist.barrier()
     backends.stop()

@@ -19,6 +19,7 @@ from eeplan.spec import DecodeMode, HeadKind
 
 TOKEN_BYTES = 8
 """A token id on its way back to the first stage."""
+SINGLE_ROW_WEIGHT = 1000.0
 REMEASURE = "run `eeplan profile` on the run file again"
 
 
@@ -75,18 +76,24 @@ class RowCosts:
 
 
 def row_costs(points: Iterable[tuple[int, float]]) -> RowCosts:
-    """Costs from measured (rows, seconds).
+    """Costs from measured (rows, seconds): the closest ones that do not fall with rows.
 
-    A larger batch never takes less time than a smaller one: it could be padded. Where a measurement says so,
-    by noise or by a kernel that is slow for few rows, the smaller batch's time is taken for the larger one,
-    which leaves the single row, on which most steps run, as measured.
+    A larger batch need not take longer than a smaller one plus padding, yet it is sometimes measured so, by
+    noise or by kernels that are poor at two or three rows. Neighbours that fall are replaced by their mean
+    (pool adjacent violators, which is the least-squares fit). A single row, on which most steps run, keeps
+    its value: it weighs SINGLE_ROW_WEIGHT times as much.
     """
-    rows, costs, slowest = [], [], 0
-    for number, seconds in sorted(points):
-        slowest = max(slowest, to_ns(seconds))
-        rows.append(number)
-        costs.append(slowest)
-    return RowCosts(tuple(rows), tuple(costs))
+    pools: list[tuple[float, float, int]] = []
+    ordered = sorted(points)
+    for rows, seconds in ordered:
+        weight, mean, size = (SINGLE_ROW_WEIGHT if rows == 1 else 1.0), seconds, 1
+        while pools and pools[-1][1] > mean:
+            other_weight, other_mean, other_size = pools.pop()
+            mean = (weight * mean + other_weight * other_mean) / (weight + other_weight)
+            weight, size = weight + other_weight, size + other_size
+        pools.append((weight, mean, size))
+    costs = [to_ns(mean) for _, mean, size in pools for _ in range(size)]
+    return RowCosts(tuple(rows for rows, _ in ordered), tuple(costs))
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,7 @@ def test_falling_costs_would_break_that() -> None:
     usage = make_shares(falling, [0.4, 0.4])
     recomputed, caught_up = (predict(falling, usage, mode).ns_per_token for mode in WAITING_MODES)
     assert caught_up > recomputed
-    assert row_costs([(16, 400e-9), (1, 1000e-9), (2, 400e-9)]).ns == (1000, 1000, 1000)
+    assert row_costs([(16, 400e-9), (1, 1000e-9), (2, 400e-9)]).ns == (999, 999, 999)
 
 
 @settings(max_examples=60, deadline=None)
@@ -226,6 +226,25 @@ def test_rows_between_and_beyond_the_measured_ones_are_on_the_line() -> None:
     assert costs.unmeasured(2) == ""
     assert row_costs([(1, 1e-6)]).table(3) == (1000, 1000, 1000)
     assert all(a <= b for a, b in pairwise(costs.table(40)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 9999), min_size=1, max_size=6))
+def test_falling_measurements_are_levelled_by_the_closest_costs(ns: list[int]) -> None:
+    rows = [2**power for power in range(1, len(ns) + 1)]
+    costs = row_costs((r, n * 1e-9) for r, n in zip(rows, ns, strict=True))
+    assert list(costs.ns) == sorted(costs.ns)
+    assert sum(costs.ns) == pytest.approx(sum(ns), abs=len(ns))
+    if ns == sorted(ns):
+        assert list(costs.ns) == ns
+    # Nothing that does not fall is closer: compared with every constant and with the running maximum.
+    distance = sum((a - b) ** 2 for a, b in zip(costs.ns, ns, strict=True)) ** 0.5
+    others = [[value] * len(ns) for value in ns] + [list(np.maximum.accumulate(ns))]
+    assert all(distance <= sum((a - b) ** 2 for a, b in zip(o, ns, strict=True)) ** 0.5 + 3 for o in others)
+
+
+def test_a_single_row_keeps_its_measured_cost() -> None:
+    assert row_costs([(1, 300e-9), (2, 900e-9), (4, 700e-9), (8, 1000e-9)]).ns == (300, 800, 800, 1000)
 
 
 def test_shares_of_other_exits_are_refused() -> None:

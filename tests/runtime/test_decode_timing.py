@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from builders import make_profile, make_run
+
+from eeplan.profile import DecodeCosts
+from eeplan.runtime import backend
+from eeplan.runtime.decode.recompute import RecomputeDecoder
+from eeplan.runtime.decode_timing import ROWS, decoded_stage, measure_decode
+from eeplan.runtime.model import EarlyExitGPT
+from eeplan.sim.decode_process import Exit
+from eeplan.sim.inference import decode_prediction
+from eeplan.sim.layout import uniform_layout
+from eeplan.spec import DECODE_MODES, HEAD_KINDS, RunSpec
+from eeplan.usage import UsagePrior, exit_shares
+
+OPS = {"embedding", "layer", "final_head", *(f"exit_{kind}" for kind in HEAD_KINDS)}
+DELAY_S = 0.004
+
+
+@pytest.fixture(scope="module")
+def one_process() -> Iterator[backend.Backend]:
+    with backend.single_process() as here:
+        yield here
+
+
+def measured(here: backend.Backend, run: RunSpec, **changes: Any) -> DecodeCosts:
+    options = {"processes": 1, "threads": 1, "seconds": 0.0, "min_rounds": 3} | changes
+    return measure_decode(run, here, **options)
+
+
+def small_run(**changes: Any) -> RunSpec:
+    return make_run(parallel={"pipeline_model_parallel_size": 1}, **changes)
+
+
+def least_s(costs: DecodeCosts, op: str, rows: int = 1) -> float:
+    return next(cost.time.p10_s for cost in costs.ops if (cost.op, cost.rows) == (op, rows))
+
+
+def test_every_op_is_timed_for_every_number_of_rows(one_process: backend.Backend) -> None:
+    threads = torch.get_num_threads()
+    costs = measured(one_process, small_run(), processes=2)
+    assert {(cost.op, cost.rows) for cost in costs.ops} == {(op, rows) for op in OPS for rows in ROWS}
+    assert (costs.processes, costs.threads, costs.context_tokens) == (2, 1, 16)
+    assert all(cost.time.p10_s > 0 for cost in costs.ops)
+    assert {cost.time.n for cost in costs.ops if cost.op == "layer"} == {3 * 8}
+    assert {cost.time.n for cost in costs.ops if cost.op != "layer"} == {3}
+    assert torch.get_num_threads() == threads
+
+
+def test_what_was_measured_predicts_every_mode(one_process: backend.Backend) -> None:
+    run = small_run()
+    profile = make_profile(run).model_copy(update={"decode": (measured(one_process, run),)})
+    usage = exit_shares(UsagePrior(), 0.8, [2, 4], 8)
+    exits = (Exit(2, "norm", 0), Exit(4, "mlp", 0))
+    for mode in DECODE_MODES:
+        latency = decode_prediction(profile, uniform_layout(8, 2), exits, usage, mode, 8)
+        assert latency.ns_per_token > 0
+
+
+@pytest.mark.parametrize("op", ["layer", "exit_mlp"])
+def test_a_slow_op_is_charged_to_itself(
+    one_process: backend.Backend, monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    """Negative control: what takes longer shows up in its own cost, and in no other."""
+    method = "run_layers" if op == "layer" else "exit_logits"
+    original = getattr(EarlyExitGPT, method)
+
+    def slow(self: EarlyExitGPT, *arguments: Any) -> torch.Tensor:
+        kinds = {exit_.depth: exit_.head for exit_ in self.stage_spec.exits}
+        if op == "layer" or kinds[arguments[0]] == "mlp":
+            time.sleep(DELAY_S)
+        return original(self, *arguments)
+
+    plain = measured(one_process, small_run())
+    monkeypatch.setattr(EarlyExitGPT, method, slow)
+    slowed = measured(one_process, small_run())
+    for rows in ROWS:
+        assert least_s(slowed, op, rows) > DELAY_S
+    # A loaded machine may delay any op, so look at the quickest time of the others.
+    assert least_s(slowed, "embedding") < DELAY_S / 2
+    assert least_s(slowed, "final_head") < DELAY_S / 2
+    assert least_s(plain, op) < DELAY_S
+
+
+def test_time_between_ops_is_the_steps_overhead(
+    one_process: backend.Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = RecomputeDecoder.step
+
+    def slow(self: RecomputeDecoder, token: int) -> Any:
+        time.sleep(10 * DELAY_S)
+        return original(self, token)
+
+    monkeypatch.setattr(RecomputeDecoder, "step", slow)
+    costs = measured(one_process, small_run())
+    assert costs.step_overhead_s > 5 * DELAY_S
+
+
+def test_nothing_stays_attached(one_process: backend.Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+    original = EarlyExitGPT.__init__
+
+    def remember(self: EarlyExitGPT, *arguments: Any) -> None:
+        original(self, *arguments)
+        built.append(self)
+
+    monkeypatch.setattr(EarlyExitGPT, "__init__", remember)
+    measured(one_process, small_run(), min_rounds=1)
+    (model,) = built
+    assert len(model.decoder.layers) == 8
+    assert all(layer.self_attention.core_attention.store is None for layer in model.decoder.layers)
+
+
+def test_a_large_model_is_cut_to_what_no_cache_holds() -> None:
+    small = decoded_stage(small_run())
+    assert small.last_layer == 8
+    assert [exit_.depth for exit_ in small.exits] == [1, 3, 4, 6]
+    assert all(exit_.tied for exit_ in small.exits)
+    wide = small_run(
+        model={"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "vocab_size": 256},
+        exits__untie_exit_output_weights=True,
+    )
+    assert decoded_stage(wide).last_layer == 1
+    assert [exit_.depth for exit_ in decoded_stage(wide).exits] == [1, 2, 3, 4]
+    assert not any(exit_.tied for exit_ in decoded_stage(wide).exits)
