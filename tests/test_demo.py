@@ -45,7 +45,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return {"wall_s": 1.0}
 
     corpus = [(f"{i}", text) for i, text in enumerate(TEXTS * 4)]
-    monkeypatch.setattr("eeplan.runtime.corpus.demo_corpus", lambda: corpus)
+    monkeypatch.setattr("eeplan.runtime.corpus.demo_corpus", lambda size_bytes: corpus)
     monkeypatch.setattr("eeplan.runtime.profiler.measure", measure)
     monkeypatch.setattr("eeplan.runtime.preflight.run_ranks", run_ranks)
     monkeypatch.setattr("eeplan.runtime.decode.generate.generate_text", generate_text)

@@ -100,6 +100,8 @@ def run_stock(rank: Rank, batches: list[Batch]) -> dict[str, Tensor]:
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
     """Losses and synchronised gradients of this rank's pipeline stage, under global names."""
     run = validate(case["run"], RunSpec, "case")
+    # Cases of one world size differ in layout; the process group stays, megatron-core's groups do not.
+    parallel_state.destroy_model_parallel()
     rank = set_up(make_plan(run))
     load(rank, case["parameters"])
     rank.training.zero_gradients()

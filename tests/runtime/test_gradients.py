@@ -128,58 +128,57 @@ def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found.double() - wanted).norm() / wanted.norm().clamp_min(1e-12))
 
 
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A case that has run: what the ranks found, and what they should have found."""
+
+    case: Case
+    ranks: list[Any]
+    losses: dict[str, torch.Tensor]
+    gradients: reference.Parameters
+
+
 @pytest.fixture(scope="module", params=[1, 2, 4], ids=["1 rank", "2 ranks", "4 ranks"])
-def finished(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> list[tuple[Case, dict[str, Any], list[Any]]]:
-    """All cases of a world size, grouped by layout (a process group keeps its layout), run on real ranks."""
-    results = []
-    chosen = [case for case in CASES if case.world_size == request.param]
-    tests = Path(__file__).parent
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = f"{tests}{os.pathsep}{tests.parent}"
-    try:
-        for layout in sorted({(c.pipeline, c.tensor, c.data) for c in chosen}):
-            cases = [c for c in chosen if (c.pipeline, c.tensor, c.data) == layout]
-            inputs = [inputs_of(case, seed) for seed, case in enumerate(cases)]
-            folder = tmp_path_factory.mktemp("gradients")
-            torch.save(inputs, folder / "cases.pt")
-            launch(
-                "gradient_worker", [str(folder / "cases.pt"), str(folder / "out.pt")],
-                nproc=request.param, threads_per_process=1,
-            )  # fmt: skip
-            outputs = torch.load(folder / "out.pt", weights_only=False)
-            results.extend(zip(cases, inputs, outputs, strict=True))
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
-    return results
+def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Finished]:
+    """All cases of a world size, run on real ranks in one launch."""
+    folder = tmp_path_factory.mktemp("gradients")
+    cases = [case for case in CASES if case.world_size == request.param]
+    inputs = [inputs_of(case, seed) for seed, case in enumerate(cases)]
+    torch.save(inputs, folder / "cases.pt")
+    here = Path(__file__).parent
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{here}{os.pathsep}{here.parent}")
+        launch(
+            "gradient_worker", [str(folder / "cases.pt"), str(folder / "out.pt")],
+            nproc=request.param, threads_per_process=1,
+        )  # fmt: skip
+    outputs = torch.load(folder / "out.pt", weights_only=False)
+    return [
+        Finished(case, ranks, *expected(one)) for case, one, ranks in zip(cases, inputs, outputs, strict=True)
+    ]
 
 
-def test_gradients_equal_the_reference(finished: list[Any]) -> None:
-    for case, inputs, ranks in finished:
-        losses, gradients = expected(inputs)
+def test_gradients_equal_the_reference(finished: list[Finished]) -> None:
+    for done in finished:
         seen = set()
-        for _, rank in ranks:
+        for _, rank in done.ranks:
             for name, found in rank["gradients"].items():
                 seen.add(name)
-                assert difference(found, gradients[name]) < TOLERANCE, f"{case}: {name}"
-        assert seen == set(gradients), case
-        for name, wanted in losses.items():
-            found = [rank["losses"][name] for _, rank in ranks if name in rank["losses"]]
+                assert difference(found, done.gradients[name]) < TOLERANCE, f"{done.case}: {name}"
+        assert seen == set(done.gradients), done.case
+        for name, wanted in done.losses.items():
+            found = [rank["losses"][name] for _, rank in done.ranks if name in rank["losses"]]
             mean = torch.stack(found).double().mean()
-            assert abs(float(mean / wanted) - 1) < TOLERANCE, f"{case}: loss of {name}"
+            assert abs(float(mean / wanted) - 1) < TOLERANCE, f"{done.case}: loss of {name}"
 
 
-def test_tied_copies_would_differ_without_synchronisation(finished: list[Any]) -> None:
+def test_tied_copies_would_differ_without_synchronisation(finished: list[Finished]) -> None:
     """Negative control: each copy alone is far from the gradient that the test above accepts."""
-    for case, inputs, ranks in finished:
-        if case.pipeline == 1 or case.tensor > 1 or case.untied:
+    for done in finished:
+        if done.case.pipeline == 1 or done.case.tensor > 1 or done.case.untied:
             continue
-        _, gradients = expected(inputs)
         name = "embedding.word_embeddings.weight"
-        copies = [rank["before_sync"][name] for _, rank in ranks if name in rank["before_sync"]]
-        assert len(copies) >= 2, case
-        assert all(difference(copy, gradients[name]) > 100 * TOLERANCE for copy in copies), case
+        copies = [rank["before_sync"][name] for _, rank in done.ranks if name in rank["before_sync"]]
+        assert len(copies) >= 2, done.case
+        wanted = done.gradients[name]
+        assert all(difference(copy, wanted) > 100 * TOLERANCE for copy in copies), done.case
