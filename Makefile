@@ -8,8 +8,9 @@ BIN := $(VENV)/bin
 demo: $(VENV)/ready
 	$(BIN)/eeplan demo --out reports/demo
 
+# One worker per core; a file's tests stay together, since they share the processes they start.
 test: $(VENV)/ready lint
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 test-long: $(VENV)/ready
 	$(BIN)/pytest -m long
