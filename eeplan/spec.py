@@ -10,7 +10,7 @@ from math import inf
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, PositiveFloat, PositiveInt, Tag, model_validator
 
 from eeplan.errors import SpecError
 from eeplan.schema import Model, load_yaml, validate
@@ -87,12 +87,29 @@ class ModelSpec(Model):
         return self
 
 
+def _known_split(value: object) -> object:
+    if value != "uniform":
+        raise ValueError(f"{value!r} is no layer split; expected uniform or layers per stage as in [3, 5]")
+    return value
+
+
+LayerSplit = Annotated[
+    # Tags in brackets are not taken for keys in error messages.
+    Annotated[Literal["uniform"], BeforeValidator(_known_split), Tag("[word]")]
+    | Annotated[tuple[PositiveInt, ...], Tag("[layers]")],
+    Discriminator(lambda value: "[layers]" if isinstance(value, list | tuple) else "[word]"),
+]
+
+
 class ParallelSpec(Model):
     """Parallel layout. World size is the product of the three degrees."""
 
     pipeline_model_parallel_size: PositiveInt = 1
     tensor_model_parallel_size: PositiveInt = 1
     data_parallel_size: PositiveInt = 1
+    layer_split: LayerSplit = "uniform"
+    """Layers of each pipeline stage. Embedding and final head count as none, as in Megatron's
+    pipeline_model_parallel_layout."""
 
     @property
     def world_size(self) -> int:
@@ -266,7 +283,7 @@ class RunSpec(Model):
     @model_validator(mode="after")
     def _layout_is_possible(self) -> Self:
         model, parallel, training = self.model, self.parallel, self.training
-        tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+        tp = parallel.tensor_model_parallel_size
         _require_divides(
             "model.num_attention_heads", model.num_attention_heads, "parallel.tensor_model_parallel_size", tp
         )
@@ -274,7 +291,7 @@ class RunSpec(Model):
             "model.num_query_groups", model.query_groups, "parallel.tensor_model_parallel_size", tp
         )
         _require_divides("model.ffn_hidden_size", model.ffn_size, "parallel.tensor_model_parallel_size", tp)
-        _require_divides("model.num_layers", model.num_layers, "parallel.pipeline_model_parallel_size", pp)
+        self._check_split()
         _require_divides(
             "training.global_batch_size",
             training.global_batch_size,
@@ -306,6 +323,25 @@ class RunSpec(Model):
             raise ValueError(
                 f"fill.policy turns {together} of {self.num_microbatches} microbatches into partial ones; "
                 "leave a full one, or take mode: added"
+            )
+
+    def _check_split(self) -> None:
+        layers, stages = self.model.num_layers, self.parallel.pipeline_model_parallel_size
+        split = self.parallel.layer_split
+        if split == "uniform" and layers % stages:
+            raise ValueError(
+                f"model.num_layers {layers} is not divisible by parallel.pipeline_model_parallel_size "
+                f"{stages}; change one of them, or set parallel.layer_split to layers per stage"
+            )
+        if layers < stages:
+            raise ValueError(
+                f"model.num_layers {layers} is less than parallel.pipeline_model_parallel_size {stages}; "
+                "every stage needs a layer"
+            )
+        if isinstance(split, tuple) and (len(split) != stages or sum(split) != layers):
+            raise ValueError(
+                f"parallel.layer_split {list(split)} gives {len(split)} stages {sum(split)} layers together; "
+                f"expected {stages} numbers that add up to num_layers {layers}"
             )
 
     def _check_exits(self) -> None:

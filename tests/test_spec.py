@@ -12,6 +12,7 @@ from eeplan.errors import FileError, SchemaError, SpecError
 from eeplan.schema import dump_yaml, parse_yaml, validate
 from eeplan.spec import ExitRequest, ModelSpec, RunSpec, load_run, replace_keys, with_data_paths
 
+SPLIT = "parallel__layer_split"
 TP = "parallel__tensor_model_parallel_size"
 PP = "parallel__pipeline_model_parallel_size"
 
@@ -64,6 +65,12 @@ def test_any_valid_run_survives_its_yaml(microbatches: int, stages: int, lr: flo
         ({TP: 4, "model__num_query_groups": 2}, "model.num_query_groups 2 is not divisible by"),
         ({TP: 4, "model__ffn_hidden_size": 170}, "model.ffn_hidden_size 170 is not divisible by"),
         ({PP: 3}, "model.num_layers 8 is not divisible by parallel.pipeline_model_parallel_size 3"),
+        ({PP: 3}, "or set parallel.layer_split to layers per stage"),
+        ({PP: 9, SPLIT: [1] * 9}, "num_layers 8 is less than parallel.pipeline_model_parallel_size 9"),
+        ({SPLIT: [3, 4]}, "layer_split [3, 4] gives 2 stages 7 layers together; expected 2 numbers that add"),
+        ({SPLIT: [3, 3, 2]}, "layer_split [3, 3, 2] gives 3 stages"),
+        ({SPLIT: [8, 0]}, "key 'parallel.layer_split[1]' has value 0: input should be greater than 0"),
+        ({SPLIT: "even"}, "'even' is no layer split; expected uniform"),
         (
             {"training__global_batch_size": 15},
             "training.global_batch_size 15 is not divisible by micro_batch",

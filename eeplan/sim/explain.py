@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 from eeplan.plan import Decision
 from eeplan.sim.costs import CostModel
-from eeplan.sim.layout import Slot, squared_gaps
+from eeplan.sim.layout import Layout, Slot, squared_gaps
 from eeplan.sim.memory import memory_breakdown
 from eeplan.sim.search import Candidate, Outcome
+from eeplan.spec import RunSpec
 
 
 def overhead(candidate: Candidate, baseline: Candidate) -> float:
@@ -167,12 +168,11 @@ def exit_forward(model: CostModel, best: Candidate, other: Candidate | None) -> 
     )
 
 
-def layer_split(layers_per_stage: Sequence[int]) -> Decision:
-    """The uniform split."""
+def layer_split(run: RunSpec, layout: Layout) -> Decision:
+    """The split that the run file asks for."""
+    reason = "equal layers on every stage" if run.parallel.layer_split == "uniform" else "set in the run file"
     return Decision(
-        subject="layers per stage",
-        choice=", ".join(map(str, layers_per_stage)),
-        reason="equal layers on every stage; other splits are not searched",
+        subject="layers per stage", choice=", ".join(map(str, layout.layers_per_stage)), reason=reason
     )
 
 

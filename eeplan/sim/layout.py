@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from math import comb
 from typing import Protocol
 
-from eeplan.spec import Boundary
+from eeplan.spec import Boundary, RunSpec
 
 
 class Position(Protocol):
@@ -98,6 +98,14 @@ class Layout:
         """Sets of ``num_exits`` (layer, boundary) pairs with distinct depths: C(L-1, k) 2^k."""
         depths: int = comb(self.num_layers - 1, num_exits)
         return depths << num_exits
+
+
+def layout_of(run: RunSpec) -> Layout:
+    """The layer split that a run asks for."""
+    split = run.parallel.layer_split
+    if isinstance(split, tuple):
+        return Layout(split)
+    return uniform_layout(run.model.num_layers, run.parallel.pipeline_model_parallel_size)
 
 
 def uniform_layout(num_layers: int, num_stages: int) -> Layout:

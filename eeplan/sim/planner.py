@@ -18,7 +18,7 @@ from eeplan.sim.costs import (
     to_ns,
 )
 from eeplan.sim.engine import simulate
-from eeplan.sim.layout import uniform_layout
+from eeplan.sim.layout import layout_of
 from eeplan.sim.loss_weights import explain_weights, target_weights
 from eeplan.sim.memory import memory_breakdown
 from eeplan.sim.schedule import one_f_one_b
@@ -42,8 +42,7 @@ def make_plan(run: RunSpec, run_sha256: str, profile: OpProfile, profile_sha256:
         ProfileError: the profile is of another model, or lacks an op that the run needs.
         PlanInfeasible: nothing that the run asks for fits its limits.
     """
-    layout = uniform_layout(run.model.num_layers, run.parallel.pipeline_model_parallel_size)
-    model = cost_model(run, profile, layout, wanted_kinds(run.exits))
+    model = cost_model(run, profile, layout_of(run), wanted_kinds(run.exits))
     choice = choose(model)
     exits = _planned_exits(run, choice.exits)
     return Plan(
@@ -163,7 +162,7 @@ def _upper_bound_ns(model: CostModel, candidate: Candidate) -> int:
 
 
 def _other_decisions(model: CostModel, exits: Sequence[PlacedExit]) -> tuple[Decision, ...]:
-    decisions = [explain.layer_split(model.layout.layers_per_stage)]
+    decisions = [explain.layer_split(model.run, model.layout)]
     if exits:
         spec = model.run.exits.loss_weights
         by_hand = sum(placed.weight is not None for placed in exits)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 from math import prod
 
 from eeplan.profile import OpCost, OpProfile
@@ -36,6 +36,7 @@ class NaiveExit:
 class NaiveVerdict:
     """What a placement costs."""
 
+    split: tuple[int, ...]
     exits: tuple[NaiveExit, ...]
     mode: ExitForward
     iteration_ns: int
@@ -48,27 +49,44 @@ class NaiveVerdict:
         return self.iteration_ns, self.mode == "eager", max(self.peak_bytes), self.overshoot
 
 
+def splits_of(run: RunSpec) -> Iterator[tuple[int, ...]]:
+    """Every number of layers per stage that the run allows."""
+    layers, stages = run.model.num_layers, run.parallel.pipeline_model_parallel_size
+    split = run.parallel.layer_split
+    if split == "uniform":
+        yield (layers // stages,) * stages
+    elif split == "auto":
+        for cuts in combinations(range(1, layers), stages - 1):
+            yield tuple(b - a for a, b in pairwise((0, *cuts, layers)))
+    else:
+        yield split
+
+
 def all_verdicts(
     run: RunSpec, profile: OpProfile, num_exits: int, modes: Sequence[ExitForward]
 ) -> Iterator[NaiveVerdict]:
-    """Judge every set of ``num_exits`` exits that read different hidden states."""
-    layers, stages = run.model.num_layers, run.parallel.pipeline_model_parallel_size
-    spots = [
-        NaiveExit(layer, boundary, (layer - 1) * stages // layers)
-        for layer in range(1, layers + 1)
-        for boundary in ("before", "after")
-    ]
-    spots = [spot for spot in spots if 0 < spot.depth < layers]
-    for exits in combinations(spots, num_exits):
-        if len({spot.depth for spot in exits}) == num_exits:
-            for mode in modes:
-                yield verdict(run, profile, exits, mode)
+    """Judge every set of ``num_exits`` exits that read different hidden states, under every split."""
+    layers = run.model.num_layers
+    for split in splits_of(run):
+        stage_of = [stage for stage, count in enumerate(split) for _ in range(count)]
+        spots = [
+            NaiveExit(layer, boundary, stage_of[layer - 1])
+            for layer in range(1, layers + 1)
+            for boundary in ("before", "after")
+        ]
+        spots = [spot for spot in spots if 0 < spot.depth < layers]
+        for exits in combinations(spots, num_exits):
+            if len({spot.depth for spot in exits}) == num_exits:
+                for mode in modes:
+                    yield verdict(run, profile, split, exits, mode)
 
 
-def verdict(run: RunSpec, profile: OpProfile, exits: Sequence[NaiveExit], mode: ExitForward) -> NaiveVerdict:
+def verdict(
+    run: RunSpec, profile: OpProfile, split: Sequence[int], exits: Sequence[NaiveExit], mode: ExitForward
+) -> NaiveVerdict:
     """Judge one placement."""
     stages = run.parallel.pipeline_model_parallel_size
-    naive = [NaiveStage(run, profile, stage, exits, mode) for stage in range(stages)]
+    naive = [NaiveStage(run, profile, split, stage, exits, mode) for stage in range(stages)]
     costs = PipelineCosts(
         forward_ns=tuple(stage.forward_ns() for stage in naive),
         backward_ns=tuple(stage.backward_ns() for stage in naive),
@@ -91,6 +109,7 @@ def verdict(run: RunSpec, profile: OpProfile, exits: Sequence[NaiveExit], mode: 
     marks = sorted({layers, *(spot.depth for spot in exits)})
     overshoot = sum(2 * (min(mark for mark in marks if mark > i) - i) - 1 for i in range(layers))
     return NaiveVerdict(
+        split=tuple(split),
         exits=tuple(exits),
         mode=mode,
         iteration_ns=synced + round(step_s * 1e9) + round(profile.iteration_overhead_s * 1e9),
@@ -106,6 +125,7 @@ class NaiveStage:
         self,
         run: RunSpec,
         profile: OpProfile,
+        split: Sequence[int],
         stage: int,
         exits: Sequence[NaiveExit],
         mode: ExitForward,
@@ -118,7 +138,7 @@ class NaiveStage:
         """Free an exit's gradient when the backward reaches its layer, instead of after all layers."""
         self.num_stages = run.parallel.pipeline_model_parallel_size
         self.is_first, self.is_last = stage == 0, stage == self.num_stages - 1
-        self.num_layers = run.model.num_layers // self.num_stages
+        self.num_layers, self.first_depth = split[stage], sum(split[:stage])
         width = 4 if run.training.precision == "fp32" else 2
         tokens = run.training.micro_batch_size * run.training.seq_length
         self.hidden_bytes = tokens * run.model.hidden_size * width
@@ -235,9 +255,8 @@ class NaiveStage:
         self.live.pop(f"{microbatch} input", None)
 
     def _backward_through_layers(self, microbatch: int) -> None:
-        first_depth = self.stage * self.num_layers
         for layer in reversed(range(self.num_layers)):
-            depth = first_depth + layer + 1
+            depth = self.first_depth + layer + 1
             top = layer == self.num_layers - 1
             if self.exact_gradients and not top:
                 # Summed into the gradient that comes from the layer above.

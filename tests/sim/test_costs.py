@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from eeplan.sim.costs import (
     stage_costs,
     to_ns,
 )
-from eeplan.sim.layout import uniform_layout
+from eeplan.sim.layout import layout_of, uniform_layout
 from eeplan.sim.memory import iteration_peak_bytes
 from eeplan.sim.parameters import Head
 from eeplan.spec import HEAD_KINDS, RunSpec
@@ -34,26 +35,34 @@ def compose(
     run: RunSpec, profile: OpProfile, heads: list[int], mode: str = "deferred"
 ) -> tuple[CostModel, tuple[StageCosts, ...]]:
     """All stages of ``run`` with that many of its exits on each."""
-    layout = uniform_layout(run.model.num_layers, run.parallel.pipeline_model_parallel_size)
-    model = cost_model(run, profile, layout, {run.exits.head})
+    model = cost_model(run, profile, layout_of(run), {run.exits.head})
     head = Head(run.exits.head, tied=not run.exits.untie_exit_output_weights)
     return model, tuple(stage_costs(model, i, (head,) * count, mode) for i, count in enumerate(heads))
 
 
 def exits_on(run: RunSpec, counts: list[int]) -> list[NaiveExit]:
     """The deepest depths of each stage, read after their layers."""
-    per_stage = run.model.num_layers // run.parallel.pipeline_model_parallel_size
     exits = []
     for stage, count in enumerate(counts):
-        last = (stage + 1) * per_stage - (stage == len(counts) - 1)
+        last = layout_of(run).last_layer(stage) - (stage == len(counts) - 1)
         exits += [NaiveExit(last - i, "after", stage) for i in range(count)]
     return exits
+
+
+def split_of_eight(draw: st.DrawFn, stages: int) -> list[int]:
+    """Eight layers over ``stages``, equal or not."""
+    if draw(st.booleans()):
+        return [8 // stages] * stages
+    cuts = sorted(draw(st.sets(st.integers(1, 7), min_size=stages - 1, max_size=stages - 1)))
+    return [b - a for a, b in pairwise((0, *cuts, 8))]
 
 
 @st.composite
 def composed_cases(draw: st.DrawFn) -> tuple[RunSpec, OpProfile, list[int], str]:
     stages = draw(st.sampled_from([1, 2, 4]))
+    split = split_of_eight(draw, stages)
     run = make_run(
+        parallel__layer_split=split,
         parallel__pipeline_model_parallel_size=stages,
         parallel__tensor_model_parallel_size=draw(st.sampled_from([1, 2])),
         parallel__data_parallel_size=draw(st.sampled_from([1, 2])),
@@ -69,7 +78,8 @@ def composed_cases(draw: st.DrawFn) -> tuple[RunSpec, OpProfile, list[int], str]
         for op in ("embedding", "layer", "final_head", f"exit_{run.exits.head}")
     }
     profile = make_profile(run, seed=draw(st.integers(0, 99)), jitter=0.5, op_bytes=op_bytes)
-    counts = [draw(st.integers(0, 2 if stages < 4 or stage < 3 else 1)) for stage in range(stages)]
+    room = [*split[:-1], split[-1] - 1]
+    counts = [draw(st.integers(0, min(2, slots))) for slots in room]
     return run, profile, counts, draw(st.sampled_from(["deferred", "eager"]))
 
 
@@ -80,7 +90,7 @@ def test_stages_equal_a_naive_walk_over_their_ops(case: tuple[RunSpec, OpProfile
     model, stages = compose(run, profile, counts, mode)
     peaks = iteration_peak_bytes(model, stages)
     for index, stage in enumerate(stages):
-        naive = NaiveStage(run, profile, index, exits_on(run, counts), mode)
+        naive = NaiveStage(run, profile, layout_of(run).layers_per_stage, index, exits_on(run, counts), mode)
         assert stage.forward_ns == naive.forward_ns()
         assert stage.backward_ns == naive.backward_ns()
         assert stage.parameters == naive.parameters()
@@ -97,7 +107,15 @@ def test_waiting_exit_gradients_are_overstated_by_at_most_one_message_each(
     run, profile, counts, mode = case
     model, stages = compose(run, profile, counts, mode)
     for index, peak in enumerate(iteration_peak_bytes(model, stages)):
-        exact = NaiveStage(run, profile, index, exits_on(run, counts), mode, exact_gradients=True)
+        exact = NaiveStage(
+            run,
+            profile,
+            layout_of(run).layers_per_stage,
+            index,
+            exits_on(run, counts),
+            mode,
+            exact_gradients=True,
+        )
         assert 0 <= peak - exact.peak_bytes() <= counts[index] * model.hidden_bytes
 
 
@@ -112,7 +130,7 @@ def test_swapped_ops_are_noticed() -> None:
         }
     )
     _, stages = compose(run, swapped, [1, 0])
-    naive = NaiveStage(run, profile, 0, exits_on(run, [1, 0]), "deferred")
+    naive = NaiveStage(run, profile, (4, 4), 0, exits_on(run, [1, 0]), "deferred")
     assert stages[0].forward_ns != naive.forward_ns()
     assert stages[0].kept_bytes != compose(run, profile, [1, 0])[1][0].kept_bytes
 

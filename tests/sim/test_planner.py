@@ -334,3 +334,11 @@ def test_sixty_layers_on_four_stages_are_planned_within_a_second() -> None:
     start = time.process_time()
     make_plan(run, profile)
     assert time.process_time() - start < 1.0
+
+
+def test_a_given_layer_split_is_kept_and_need_not_be_even() -> None:
+    run = make_run(exits__count=2, parallel={"pipeline_model_parallel_size": 3, "layer_split": [3, 4, 1]})
+    plan = make_plan(run)
+    assert [(stage.first_layer, stage.last_layer) for stage in plan.stages] == [(1, 3), (4, 7), (8, 8)]
+    split = decision(plan, "layers per stage")
+    assert (split.choice, split.reason) == ("3, 4, 1", "set in the run file")

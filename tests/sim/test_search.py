@@ -11,15 +11,14 @@ from oracles.exhaustive import NaiveExit, NaiveVerdict, all_verdicts, modes_of, 
 from eeplan.profile import OpProfile
 from eeplan.sim import search as search_module
 from eeplan.sim.costs import cost_model
-from eeplan.sim.layout import uniform_layout
+from eeplan.sim.layout import layout_of, uniform_layout
 from eeplan.sim.parameters import Head
 from eeplan.sim.search import Outcome, search
 from eeplan.spec import ExitForward, ExitsSpec, RunSpec
 
 
 def run_search(run: RunSpec, profile: OpProfile, num_exits: int) -> Outcome:
-    layout = uniform_layout(run.model.num_layers, run.parallel.pipeline_model_parallel_size)
-    model = cost_model(run, profile, layout, {run.exits.head})
+    model = cost_model(run, profile, layout_of(run), {run.exits.head})
     head = Head(run.exits.head, tied=not run.exits.untie_exit_output_weights)
     return search(model, num_exits, head, modes_of(run))
 
@@ -28,13 +27,19 @@ def as_verdict(run: RunSpec, profile: OpProfile, outcome: Outcome) -> NaiveVerdi
     """The search's answer, judged by the oracle."""
     assert outcome.best is not None
     exits = [NaiveExit(slot.layer, slot.boundary, slot.stage) for slot in outcome.slots]
-    return verdict(run, profile, exits, outcome.best.exit_forward)
+    split = layout_of(run).layers_per_stage
+    return verdict(run, profile, split, exits, outcome.best.exit_forward)
 
 
 @st.composite
 def searches(draw: st.DrawFn) -> tuple[RunSpec, OpProfile, int]:
-    stages, layers = draw(st.sampled_from([(1, 4), (2, 4), (2, 6), (3, 6), (4, 4)]))
+    split = draw(st.sampled_from(["uniform", (1, 3), (4, 2), (1, 3, 2), (3, 1, 1)]))
+    if split == "uniform":
+        stages, layers = draw(st.sampled_from([(1, 4), (2, 4), (2, 6), (3, 6), (4, 4)]))
+    else:
+        stages, layers = len(split), sum(split)
     run = make_run(
+        parallel__layer_split=split,
         model__num_layers=layers,
         model__untie_embeddings_and_output_weights=draw(st.booleans()),
         parallel__pipeline_model_parallel_size=stages,
