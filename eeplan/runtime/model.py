@@ -134,7 +134,9 @@ class ExitHead(torch.nn.Module):
             self.block = TransformerLayer(config, layer_spec.submodules, layer_number=spec.depth)
         if spec.head == "mlp":
             self.mlp_norm = _norm(config)
-            self.mlp = MLP(config, layer_spec.submodules.mlp.submodules)
+            self.mlp = MLP(
+                config, layer_spec.submodules.mlp.submodules, ffn_hidden_size=config.ffn_hidden_size
+            )
         if spec.head != "minimal":
             self.norm = _norm(config)
         self.kind = spec.head
