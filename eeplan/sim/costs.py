@@ -50,7 +50,11 @@ class PipelineCosts:
     turn_kept_bytes: tuple[int, ...] = ()
     """What it keeps there; empty: ``kept_bytes``."""
     bare_forward_ns: tuple[int, ...] = ()
-    """A truncated microbatch's forward where its backward never comes, without exits; empty: like any."""
+    """A truncated microbatch's forward where its backward never comes, without exits, so never more than
+    ``forward_ns``; empty: equal to it."""
+    before_gradient_ns: tuple[int, ...] = ()
+    """Start of a backward that awaits no gradient: deferred exit forwards, where the runtime lets them run
+    while the gradient is on its way. Asynchronous messages only; empty: none."""
 
     @property
     def num_stages(self) -> int:

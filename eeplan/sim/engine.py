@@ -44,12 +44,16 @@ def simulate(schedule: Schedule, costs: PipelineCosts, transport: Transport = "a
 
     Raises:
         ScheduleError: the run got stuck; names the pending instructions.
-        ValueError: costs of another number of stages.
+        ValueError: costs of another number of stages, or ``before_gradient_ns`` with rendezvous.
     """
     if costs.num_stages != schedule.num_stages or len(costs.backward_ns) != schedule.num_stages:
         raise ValueError(
             f"costs of {costs.num_stages} forward and {len(costs.backward_ns)} backward stages do not fit a "
             f"schedule of {schedule.num_stages}"
+        )
+    if transport == "rendezvous" and any(costs.before_gradient_ns):
+        raise ValueError(
+            "before_gradient_ns needs asynchronous messages; a blocking receive would be waited for"
         )
     run = {"asynchronous": _run_asynchronous, "rendezvous": _run_rendezvous}[transport]
     with _collector_paused():
@@ -206,6 +210,7 @@ def _run_asynchronous(schedule: Schedule, costs: PipelineCosts) -> tuple[list[li
     # When the input of each microbatch's forward and backward is on its stage.
     forward_ready_ns = [present, *(link.arrivals_ns for link in hidden)]
     backward_ready_ns = [*(link.arrivals_ns for link in gradients), present]
+    early_ns = per_stage(costs.before_gradient_ns, schedule.num_stages)
     positions = [0] * schedule.num_stages
     waiting = [False] * schedule.num_stages
     spans: list[list[Span]] = [[] for _ in positions]
@@ -223,7 +228,12 @@ def _run_asynchronous(schedule: Schedule, costs: PipelineCosts) -> tuple[list[li
                 if ready_ns is None:
                     waiting[stage] = True
                     break
-                span = _span(durations, stage, instruction, ready_ns if ready_ns > now_ns else now_ns)
+                start_ns = ready_ns if ready_ns > now_ns else now_ns
+                if early_ns[stage] and op is _BACKWARD:
+                    # What needs no gradient has begun as soon as the stage was free, perhaps in the past.
+                    idle_ns = spans[stage][-1].end_ns
+                    start_ns = max(idle_ns, ready_ns - early_ns[stage])
+                span = _span(durations, stage, instruction, start_ns)
                 spans[stage].append(span)
                 heappush(events, (span.end_ns, stage))
                 position += 1
