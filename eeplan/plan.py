@@ -15,7 +15,7 @@ from pydantic import Field, PositiveInt
 from eeplan.errors import PlanError
 from eeplan.files import sha256_bytes, write_text
 from eeplan.schema import Model, dump_yaml, load_yaml
-from eeplan.spec import Boundary, ExitForward, FillMode, HeadKind, RunSpec, with_data_paths
+from eeplan.spec import Boundary, ExitForward, FillMode, HeadKind, RunSpec, WeightSchedule, with_data_paths
 
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0.0)]
@@ -166,6 +166,8 @@ class Plan(Model):
     profile_sha256: str
     run: RunSpec
     exits: tuple[PlannedExit, ...]
+    loss_weight_schedule: WeightSchedule | None = None
+    """Factor on the weights of all early losses, by iteration; None keeps it at 1."""
     exit_forward: ExitForward
     fill: FillPlan | None = None
     """None when no bubble is filled."""

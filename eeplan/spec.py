@@ -180,13 +180,25 @@ class ExitRequest(Model):
         return self.layer if self.boundary == "after" else self.layer - 1
 
 
+class WeightSchedule(Model):
+    """How the weights of the early losses reach their targets: a factor from ``init`` to 1 (paper C.1)."""
+
+    style: Literal["linear", "cosine"] = "linear"
+    init: Fraction
+    """Factor in the first iteration: below 1 warms up, above 1 cools down."""
+    iters: PositiveInt
+    """Iterations until the factor is 1, where it stays."""
+
+
 class LossWeightSpec(Model):
     """Target weights of the early losses; the final loss has weight 1 (paper 3.3)."""
 
-    policy: Literal["depth", "uniform", "normalized"] = "depth"
+    policy: Literal["depth", "uniform", "normalized", "usage"] = "depth"
     """``depth``: scale x depth/num_layers (the paper's 0.25/0.5); ``uniform``: scale for each;
-    ``normalized``: proportional to depth, summing to scale."""
+    ``normalized``: proportional to depth, summing to scale; ``usage``: proportional to the share of tokens
+    that leave at the exit, summing to scale."""
     scale: PositiveFloat = 1.0
+    warmup: WeightSchedule | None = None
 
 
 class ExitsSpec(Model):

@@ -29,7 +29,7 @@ from eeplan.runtime.recording import (
     write_measurements,
 )
 from eeplan.runtime.setup import Rank, set_up
-from eeplan.runtime.stage import FINAL, Batch, exit_name
+from eeplan.runtime.stage import FINAL, Batch, exit_name, loss_weights
 
 WARM_UP_ITERATIONS = (1, 2)
 """Untimed: first touches of memory, lazily created optimizer state."""
@@ -118,6 +118,7 @@ def _train_step(rank: Rank, stream: BatchStream, iteration: int) -> tuple[StageT
     clock.start()
     start = clock.mark()
     rank.training.zero_gradients()
+    rank.computation.weights = loss_weights(rank.plan, iteration)
     record = rank.executor.run(lambda _: next_batch(stream, rank.backend.device))
     computed = clock.mark()
     rank.training.synchronize_gradients()

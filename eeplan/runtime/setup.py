@@ -60,7 +60,7 @@ def set_up(plan: Plan) -> Rank:
     model = build_model(plan.run, stage, backend)
     training = Training(plan.run, model, backend)
     training.tied_group = make_tied_group(stages, plan.run)
-    computation = StageComputation(model, loss_weights(plan), plan.exit_forward, plan.num_microbatches)
+    computation = StageComputation(model, loss_weights(plan, 1), plan.exit_forward, plan.num_microbatches)
     channels = make_channels(plan.run, backend)
     clock = Clock(backend.device)
     executor = Executor(schedule, backend.pipeline_rank, computation, channels, clock)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from eeplan.plan import Plan
 from eeplan.runtime.model import EarlyExitGPT, loss_of
+from eeplan.sim.loss_weights import weight_at
 from eeplan.spec import ExitForward
 
 FINAL = "final"
@@ -52,7 +53,8 @@ class StageComputation:
 
     Args:
         model: this stage's layers and heads.
-        weights: loss weight of every head by name (``exit_<depth>``, ``final``).
+        weights: loss weight of every head by name (``exit_<depth>``, ``final``); may change between
+            iterations.
         exit_forward: when exit forwards run.
         num_microbatches: losses are averaged over them.
     """
@@ -165,7 +167,10 @@ class StageComputation:
         return self._rotary
 
 
-def loss_weights(plan: Plan) -> dict[str, float]:
-    """Weight of every head's loss by name."""
-    weights = {exit_name(exit_.depth): exit_.effective_weight for exit_ in plan.exits}
+def loss_weights(plan: Plan, iteration: int) -> dict[str, float]:
+    """Weight of every head's loss by name, in an iteration (from 1)."""
+    schedule = plan.loss_weight_schedule
+    weights = {
+        exit_name(exit_.depth): weight_at(exit_.effective_weight, schedule, iteration) for exit_ in plan.exits
+    }
     return {**weights, FINAL: plan.final_exit_weight}
