@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -62,7 +63,7 @@ def test_the_makespan_is_that_of_a_backward_in_two_parts(case: tuple[PipelineCos
     timeline = simulate(one_f_one_b(costs.num_stages, num_microbatches), costs)
     assert timeline.pipeline_ns == split_makespan_ns(costs, num_microbatches)
     for stage, spans in enumerate(timeline.spans):
-        for before, after in zip(spans, spans[1:], strict=False):
+        for before, after in pairwise(spans):
             assert before.end_ns <= after.start_ns, f"stage {stage} runs two ops at once"
     waiting = simulate(one_f_one_b(costs.num_stages, num_microbatches), replace(costs, before_gradient_ns=()))
     assert timeline.pipeline_ns <= waiting.pipeline_ns
