@@ -158,7 +158,7 @@ def simulate(
     from eeplan.sim.ascii import render
     from eeplan.sim.costs import pipeline_costs_of
     from eeplan.sim.engine import simulate as run_simulation
-    from eeplan.sim.schedule import one_f_one_b
+    from eeplan.sim.fill import schedule_of
     from eeplan.sim.trace import perfetto
     from eeplan.views import simulation_result, simulation_tables
 
@@ -166,8 +166,7 @@ def simulate(
         loaded = load_plan(plan)
         if trace:
             require_writable_file(trace, "trace")
-        schedule = one_f_one_b(len(loaded.stages), loaded.num_microbatches)
-        timeline = run_simulation(schedule, pipeline_costs_of(loaded))
+        timeline = run_simulation(schedule_of(loaded), pipeline_costs_of(loaded))
         if trace:
             write_text(trace, json.dumps(perfetto({"predicted": timeline})))
         result = simulation_result(loaded, timeline) | ({"trace": str(trace)} if trace else {})

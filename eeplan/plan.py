@@ -99,14 +99,16 @@ class Prediction(Model):
     time_overhead: float
     """``iteration_time_s / baseline_iteration_time_s - 1``."""
     upper_bound_s: Seconds
-    """The paper's closed-form bound on the pipeline part (3.2)."""
+    """The paper's closed-form bound on the pipeline part (3.2), of its full microbatches alone."""
     closed_form_s: Seconds | None
-    """Exact closed form of the pipeline part without p2p; None where it does not hold (M < P)."""
+    """Exact closed form of the pipeline part without p2p; None where it does not hold (M < P, filled
+    bubbles)."""
     bubble_fraction: Annotated[float, Field(ge=0.0, le=1.0)]
     """Idle share of all stages during the pipeline part."""
     bubble_fill_capacity: Count
     """Partial microbatches that fit one explicit bubble region (paper 3.3)."""
     tokens_per_s: Annotated[float, Field(ge=0.0)]
+    """Of global_batch_size; what ``fill`` adds does not count."""
 
 
 class Decision(Model):

@@ -237,10 +237,26 @@ class FillCounts(Model):
     """Microbatches in the cool-down whose backward passes the last stages only."""
 
 
+def _known_policy(value: object) -> object:
+    if value not in ("none", "auto"):
+        raise ValueError(
+            f"{value!r} is no fill; expected none, auto or counts as in {{warmup: 1, cooldown: 2}}"
+        )
+    return value
+
+
+FillPolicy = Annotated[
+    # Tags in brackets are not taken for keys in error messages.
+    Annotated[Literal["none", "auto"], BeforeValidator(_known_policy), Tag("[word]")]
+    | Annotated[FillCounts, Tag("[counts]")],
+    Discriminator(lambda value: "[counts]" if isinstance(value, dict | FillCounts) else "[word]"),
+]
+
+
 class FillSpec(Model):
     """Partial microbatches in the bubbles of the pipeline (paper 3.3)."""
 
-    policy: Literal["none", "auto"] | FillCounts = "none"
+    policy: FillPolicy = "none"
     """``auto``: as many as the limits on time and memory allow."""
     mode: FillMode = "added"
     max_time_overhead: Fraction = 0.0

@@ -15,7 +15,7 @@ from eeplan.plan import Plan
 from eeplan.report.rundir import RunData
 from eeplan.sim.costs import pipeline_costs_of
 from eeplan.sim.engine import simulate
-from eeplan.sim.schedule import one_f_one_b
+from eeplan.sim.fill import schedule_of
 from eeplan.timeline import Span, SpanKind, Timeline
 
 Unit = Literal["s", "bytes", "tokens/s", "fraction"]
@@ -78,9 +78,7 @@ def predicted_timeline(plan: Plan) -> Timeline:
     The parts follow each other as in ``Prediction``: every stage updates its weights once all of them have
     synchronised.
     """
-    stages = len(plan.stages)
-    schedule = one_f_one_b(stages, plan.num_microbatches)
-    pipeline = simulate(schedule, pipeline_costs_of(plan))
+    pipeline = simulate(schedule_of(plan), pipeline_costs_of(plan))
     sync_start = pipeline.pipeline_ns
     update_start = sync_start + round(plan.prediction.grad_sync_s * NS_PER_S)
     spans = []

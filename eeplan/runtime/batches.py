@@ -110,11 +110,35 @@ class BatchStream(Iterator[Microbatch]):
         Raises:
             StopIteration: the run's samples are used up. DataError: a token id outside the vocabulary.
         """
-        import torch
-
         if self.consumed_samples >= self.num_samples:
             raise StopIteration
-        first = self.consumed_samples + self._rank * self._micro_batch_size
+        batch = self.read(0)
+        self.advance(1)
+        return batch
+
+    def advance(self, microbatches: int) -> None:
+        """Move on by so many microbatches of each rank.
+
+        Raises:
+            ValueError: beyond the run's samples.
+        """
+        self.seek(self.consumed_samples + microbatches * self._stride)
+
+    def read(self, ahead: int) -> Microbatch:
+        """The microbatch ``ahead`` of the next one; the position stays.
+
+        Stages of one pipeline take the microbatches of a filled schedule in different orders, and each leaves
+        some out; by number they agree.
+
+        Raises:
+            IndexError: beyond the run's samples. DataError: a token id outside the vocabulary.
+        """
+        import torch
+
+        start = self.consumed_samples + ahead * self._stride
+        if not 0 <= start < self.num_samples:
+            raise IndexError(f"sample {start} is none of the run's {self.num_samples}")
+        first = start + self._rank * self._micro_batch_size
         samples = [self._dataset[index] for index in range(first, first + self._micro_batch_size)]
         batch = Microbatch(
             tokens=torch.stack([sample["tokens"] for sample in samples]),
@@ -129,12 +153,16 @@ class BatchStream(Iterator[Microbatch]):
                 f"{self._dataset.dataset.path_prefix}.bin is outside model.vocab_size {self._vocab_size}; "
                 "the file is damaged; build it again with 'eeplan data build'"
             )
-        self.consumed_samples += self._stride
         return batch
 
 
 def build_batches(
-    run: RunSpec, *, rank_info: DataRank | None = None, start_sample: int = 0, split: Part = "train"
+    run: RunSpec,
+    *,
+    rank_info: DataRank | None = None,
+    start_sample: int = 0,
+    split: Part = "train",
+    extra_microbatches: int = 0,
 ) -> BatchStream:
     """Microbatches of one part of the run's data.
 
@@ -147,6 +175,7 @@ def build_batches(
         start_sample: samples of the part consumed so far by all ranks together.
         split: ``train`` yields train_iters x global_batch_size samples in all, ``valid`` eval_iters x
             global_batch_size; a small part is repeated in a new order.
+        extra_microbatches: that each rank reads per training iteration beyond global_batch_size.
 
     Raises:
         DataError: as ``check_data``; the part is empty; the cache cannot be written or read.
@@ -160,6 +189,9 @@ def build_batches(
         )
     groups = run.training.train_iters if split == "train" else run.training.eval_iters
     num_samples = groups * run.training.global_batch_size
+    if split == "train":
+        stride = run.training.micro_batch_size * run.parallel.data_parallel_size
+        num_samples += groups * extra_microbatches * stride
     folder = _agree_on_cache(run, split, num_samples)
     summary = read_summary(DataFiles(Path(run.data.data_path)))
     try:

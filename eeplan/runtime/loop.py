@@ -17,7 +17,7 @@ from torch import Tensor
 from eeplan.plan import Plan, write_plan
 from eeplan.runtime import checkpoint
 from eeplan.runtime.backend import stop
-from eeplan.runtime.batches import BatchStream, build_batches
+from eeplan.runtime.batches import BatchStream, Microbatch, build_batches
 from eeplan.runtime.dataset_files import check_data
 from eeplan.runtime.executor import IterationRecord, MarkedSpan
 from eeplan.runtime.memory import AllocationTrace, peak_resident_bytes, trace_allocations
@@ -57,13 +57,17 @@ def train(plan: Plan, out: Path) -> None:
     summary = check_data(plan.run)
     rank = set_up(plan)
     training = plan.run.training
+    extra = rank.schedule.num_microbatches - plan.num_microbatches
     writer = None
     if rank.backend.rank == 0:
         write_plan(out / "plan.yaml", plan)
-        writer = MetricsWriter(out, sys.stderr, training.train_iters, training.global_batch_size)
+        samples = training.global_batch_size // plan.num_microbatches * rank.schedule.num_microbatches
+        writer = MetricsWriter(
+            out, sys.stderr, training.train_iters, training.global_batch_size, samples_per_iteration=samples
+        )
         writer.reference(summary.unigram_entropy_nats)
     progress = _Progress()
-    stream = build_batches(plan.run, rank_info=rank.backend)
+    stream = build_batches(plan.run, rank_info=rank.backend, extra_microbatches=extra)
     _validate(rank, writer, 0)
     for iteration in range(1, training.train_iters + 1):
         _iterate(rank, stream, iteration, writer, progress)
@@ -119,7 +123,8 @@ def _train_step(rank: Rank, stream: BatchStream, iteration: int) -> tuple[StageT
     start = clock.mark()
     rank.training.zero_gradients()
     rank.computation.weights = loss_weights(rank.plan, iteration)
-    record = rank.executor.run(lambda _: next_batch(stream, rank.backend.device))
+    record = rank.executor.run(lambda m: on_device(stream.read(m), rank.backend.device))
+    stream.advance(rank.schedule.num_microbatches)
     computed = clock.mark()
     rank.training.synchronize_gradients()
     synchronised = clock.mark()
@@ -160,7 +165,11 @@ def _validate(rank: Rank, writer: MetricsWriter | None, iteration: int) -> None:
 
 def next_batch(stream: BatchStream, device: torch.device) -> Batch:
     """The stream's next microbatch on the device."""
-    microbatch = next(stream)
+    return on_device(next(stream), device)
+
+
+def on_device(microbatch: Microbatch, device: torch.device) -> Batch:
+    """A microbatch where the model is."""
     return Batch(
         tokens=microbatch["tokens"].to(device),
         labels=microbatch["labels"].to(device),

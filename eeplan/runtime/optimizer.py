@@ -45,6 +45,8 @@ class Training:
         self.scheduler = _learning_rate_schedule(run, self.optimizer)
         self.tied_group: Any = None
         """Process group of the stages that hold a copy of the tied matrix; None when it is alone."""
+        self.gradient_scale = 1.0
+        """Multiplies this stage's accumulated gradients (bubble filling, ``sim.estimator``)."""
 
     def zero_gradients(self) -> None:
         """Clear gradient buffers before an iteration."""
@@ -52,7 +54,14 @@ class Training:
         self.optimizer.zero_grad()
 
     def synchronize_gradients(self) -> None:
-        """Sum tied copies over stages, then average over data-parallel ranks."""
+        """Scale this stage's gradients, sum tied copies over stages, average over data-parallel ranks.
+
+        The scale is applied here, not to the losses: once per gradient in fp32, so that neither losses nor
+        messages change, and before tied copies meet, since each stage's copy has its own scale.
+        """
+        if self.gradient_scale != 1.0:
+            for buffer in self.ddp.buffers + self.ddp.expert_parallel_buffers:
+                buffer.grad_data.mul_(self.gradient_scale)
         shared = self.model.shared_embedding_or_output_weight()
         if self.tied_group is not None and shared is not None:
             dist.all_reduce(shared.main_grad, group=self.tied_group)  # type: ignore[attr-defined]

@@ -128,13 +128,22 @@ def parts_of(stages: Sequence[StageTrace]) -> Parts:
 class MetricsWriter:
     """metrics.jsonl, TensorBoard and Megatron-style log lines; used on rank 0."""
 
-    def __init__(self, out: Path, log: TextIO, train_iters: int, global_batch_size: int) -> None:
+    def __init__(
+        self,
+        out: Path,
+        log: TextIO,
+        train_iters: int,
+        global_batch_size: int,
+        samples_per_iteration: int | None = None,
+    ) -> None:
         out.mkdir(parents=True, exist_ok=True)
         self._file = (out / "metrics.jsonl").open("w")
         self._board = SummaryWriter(str(out / "tensorboard"))
         self._log = log
         self._train_iters = train_iters
         self._global_batch_size = global_batch_size
+        # More than the batch where extra microbatches fill the pipeline's bubbles.
+        self._samples_per_iteration = samples_per_iteration or global_batch_size
 
     def reference(self, unigram_entropy_nats: float) -> None:
         """The loss that knowing word frequencies alone would reach."""
@@ -142,7 +151,7 @@ class MetricsWriter:
 
     def train(self, iteration: int, values: dict[str, Any], *, print_line: bool) -> None:
         """One iteration: ``losses``, ``lr``, ``grad_norm``, ``iteration_time_s``, ``tokens_per_s``."""
-        samples = iteration * self._global_batch_size
+        samples = iteration * self._samples_per_iteration
         self._write({"kind": "train", "iteration": iteration, "consumed_samples": samples, **values})
         for name, loss in values["losses"].items():
             self._board.add_scalar(f"train/{name} loss", loss, iteration)

@@ -14,8 +14,10 @@ from eeplan.runtime.clock import Clock
 from eeplan.runtime.executor import Channels, Executor
 from eeplan.runtime.model import EarlyExitGPT, StageSpec, build_model, stage_specs
 from eeplan.runtime.optimizer import Training, make_tied_group
-from eeplan.runtime.stage import StageComputation, loss_weights
-from eeplan.sim.schedule import Schedule, one_f_one_b
+from eeplan.runtime.stage import StageComputation, loss_weights, partial_microbatches
+from eeplan.sim.estimator import check_estimator, corrections_of
+from eeplan.sim.fill import fill_of, schedule_of
+from eeplan.sim.schedule import Schedule
 from eeplan.sim.validators import validate
 from eeplan.spec import RunSpec
 
@@ -50,17 +52,26 @@ def set_up(plan: Plan) -> Rank:
     """Build this rank's part of ``plan``; collective over all ranks.
 
     Raises:
-        ScheduleError: the schedule would deadlock, mispair microbatches, or miscount them.
+        ScheduleError: the schedule would deadlock, mispair microbatches, miscount them, or bias the gradient.
     """
-    schedule = one_f_one_b(len(plan.stages), plan.num_microbatches)
+    schedule = schedule_of(plan)
     validate(schedule)
+    check_estimator(schedule, plan)
     backend = start_backend(plan.run)
     stages = stage_specs(plan)
     stage = stages[backend.pipeline_rank]
     model = build_model(plan.run, stage, backend)
     training = Training(plan.run, model, backend)
     training.tied_group = make_tied_group(stages, plan.run)
-    computation = StageComputation(model, loss_weights(plan, 1), plan.exit_forward, plan.num_microbatches)
+    scales = corrections_of(plan).gradient_scales
+    training.gradient_scale = scales[backend.pipeline_rank]
+    computation = StageComputation(
+        model,
+        loss_weights(plan, 1),
+        plan.exit_forward,
+        fill_of(plan).num_full,
+        partial_microbatches(schedule, scales, backend.pipeline_rank),
+    )
     channels = make_channels(plan.run, backend)
     clock = Clock(backend.device)
     executor = Executor(schedule, backend.pipeline_rank, computation, channels, clock)

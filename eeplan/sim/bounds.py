@@ -122,28 +122,39 @@ def peak_bytes(costs: PipelineCosts, num_microbatches: int) -> tuple[int, ...]:
     )
 
 
+def filled_activation_bytes(costs: PipelineCosts, fill: Fill, stage: int) -> int:
+    """What a stage keeps when its first backward runs, or the backward of its last warm-up insert.
+
+    That is the most that it ever keeps: full and truncated microbatches as in 1F1B, and its inserts.
+    """
+    kept = per_stage(costs.kept_bytes, costs.num_stages)[stage]
+    turn_kept = per_stage(costs.turn_kept_bytes or costs.kept_bytes, costs.num_stages)[stage]
+    turning = fill.turning_on(stage)
+    whole = fill.held_at_first_backward(stage, costs.num_stages) + fill.warm_up_on(stage) - turning
+    return whole * kept + turning * turn_kept
+
+
 def filled_peak_bytes(costs: PipelineCosts, fill: Fill) -> tuple[int, ...]:
     """:func:`peak_bytes` with partial microbatches in the bubbles (EE-LLM C.2).
 
-    Region A adds what its inserts keep to what the stage holds when its first backward runs; both the last
-    insert's forward and the backward after it run at that level, and none is higher. Region B adds nothing
-    where M >= P: its microbatches take the places of full ones that are done. With fewer, a forward that
-    keeps nothing may be the highest. Equals the engine's memory peak to the byte (tested).
+    Both the last insert's forward and the backward after it run with :func:`filled_activation_bytes`, and no
+    op with more. Region B adds nothing where M >= P: its microbatches take the places of full ones that are
+    done. With fewer, a forward that keeps nothing may be the highest. Equals the engine's peak to the byte
+    (tested).
     """
     num_stages = costs.num_stages
     columns = (
         costs.static_bytes,
         costs.kept_bytes,
-        costs.turn_kept_bytes or costs.kept_bytes,
         costs.forward_transient_bytes,
         costs.backward_transient_bytes,
     )
     peaks = []
     for stage, values in enumerate(zip(*(per_stage(c, num_stages) for c in columns), strict=True)):
-        static, kept, turn_kept, forward_transient, backward_transient = values
-        held, turning = fill.held_at_first_backward(stage, num_stages), fill.turning_on(stage)
-        level = (held + fill.warm_up_on(stage) - turning) * kept + turning * turn_kept
-        peak = level + max(forward_transient, backward_transient)
+        static, kept, forward_transient, backward_transient = values
+        transient = max(forward_transient, backward_transient)
+        peak = filled_activation_bytes(costs, fill, stage) + transient
+        held = fill.held_at_first_backward(stage, num_stages)
         if min(num_stages - stage, fill.num_full + len(fill.reaches)) > held:
             peak = max(peak, (held + 1) * kept + forward_transient)
         peaks.append(static + peak)

@@ -9,19 +9,15 @@ from eeplan.plan import Decision, Plan, PlannedExit, Prediction, StagePlan
 from eeplan.profile import OpProfile
 from eeplan.sim import explain
 from eeplan.sim.bounds import bubble_fill_capacity, closed_form_ns, upper_bound_ns
-from eeplan.sim.choice import Choice, PlacedExit, choose, wanted_kinds
-from eeplan.sim.costs import (
-    CostModel,
-    cost_model,
-    pipeline_costs,
-    shared_matrix_sync_ns,
-    to_ns,
-)
+from eeplan.sim.choice import PlacedExit, choose, wanted_kinds
+from eeplan.sim.costs import CostModel, cost_model, shared_matrix_sync_ns
 from eeplan.sim.engine import simulate
+from eeplan.sim.estimator import corrections
+from eeplan.sim.fill import Fill, filled
+from eeplan.sim.fill_choice import FillChoice, backbone_ns, choose_fill
 from eeplan.sim.layout import layout_of
 from eeplan.sim.loss_weights import explain_weights, target_weights
 from eeplan.sim.memory import memory_breakdown
-from eeplan.sim.schedule import one_f_one_b
 from eeplan.sim.search import Candidate
 from eeplan.spec import RunSpec
 
@@ -44,7 +40,8 @@ def make_plan(run: RunSpec, run_sha256: str, profile: OpProfile, profile_sha256:
     """
     model = cost_model(run, profile, layout_of(run), wanted_kinds(run.exits))
     choice = choose(model)
-    exits = _planned_exits(run, choice.exits)
+    filled_choice = choose_fill(model, choice)
+    exits = _planned_exits(run, choice.exits, filled_choice.fill)
     return Plan(
         schema_version=1,
         eeplan_version=__version__,
@@ -53,19 +50,25 @@ def make_plan(run: RunSpec, run_sha256: str, profile: OpProfile, profile_sha256:
         run=run,
         exits=exits,
         exit_forward=choice.candidate.exit_forward,
+        fill=filled_choice.plan,
         schedule="1f1b",
         num_microbatches=run.num_microbatches,
         p2p_latency_s=profile.p2p.latency_s,
         p2p_bandwidth_bytes_per_s=profile.p2p.bandwidth_bytes_per_s,
-        stages=_stage_plans(model, choice.candidate, exits),
-        prediction=_prediction(model, choice),
-        decisions=(*choice.decisions, *_other_decisions(model, choice.exits)),
+        stages=_stage_plans(model, filled_choice, exits),
+        prediction=_prediction(model, filled_choice, choice.baseline),
+        decisions=(
+            *choice.decisions,
+            *filled_choice.decisions,
+            *_other_decisions(model, choice.exits),
+        ),
         certificate=choice.certificate,
         extrapolated_ops=model.extrapolated_ops,
     )
 
 
-def _planned_exits(run: RunSpec, exits: Sequence[PlacedExit]) -> tuple[PlannedExit, ...]:
+def _planned_exits(run: RunSpec, exits: Sequence[PlacedExit], fill: Fill) -> tuple[PlannedExit, ...]:
+    factors = corrections(fill, run.parallel.pipeline_model_parallel_size).loss_factors
     weights = target_weights(
         run.exits.loss_weights,
         [placed.slot.depth for placed in exits],
@@ -81,16 +84,14 @@ def _planned_exits(run: RunSpec, exits: Sequence[PlacedExit]) -> tuple[PlannedEx
             head=placed.head.kind,
             tied=placed.head.tied,
             target_weight=weight,
-            # No bubble is filled, so every loss is seen equally often and no weight needs correction.
-            effective_weight=weight,
+            effective_weight=weight * factors[placed.slot.stage],
         )
         for placed, weight in zip(exits, weights, strict=True)
     )
 
 
-def _stage_plans(
-    model: CostModel, candidate: Candidate, exits: Sequence[PlannedExit]
-) -> tuple[StagePlan, ...]:
+def _stage_plans(model: CostModel, chosen: FillChoice, exits: Sequence[PlannedExit]) -> tuple[StagePlan, ...]:
+    candidate, filled_costs = chosen.candidate, (chosen.costs, chosen.fill)
     shared_ns = shared_matrix_sync_ns(model, candidate.stages)
     return tuple(
         StagePlan(
@@ -106,24 +107,23 @@ def _stage_plans(
             backward_transient_bytes=stage.backward_transient_bytes,
             optimizer_s=stage.optimizer_ns / 1e9,
             grad_sync_s=(stage.data_sync_ns + shared_ns * stage.holds_shared_matrix) / 1e9,
-            memory=memory_breakdown(model, candidate.stages, index),
+            memory=memory_breakdown(model, candidate.stages, index, filled_costs),
         )
         for index, stage in enumerate(candidate.stages)
     )
 
 
-def _prediction(model: CostModel, choice: Choice) -> Prediction:
-    run, candidate = model.run, choice.candidate
+def _prediction(model: CostModel, chosen: FillChoice, baseline: Candidate) -> Prediction:
+    run, candidate, costs = model.run, chosen.candidate, chosen.costs
     num_stages, num_microbatches = model.layout.num_stages, run.num_microbatches
-    costs = pipeline_costs(model, candidate.stages)
-    timeline = simulate(one_f_one_b(num_stages, num_microbatches), costs)
+    timeline = simulate(filled(num_stages, chosen.fill), costs)
     assert timeline.pipeline_ns == candidate.pipeline_ns, (
         f"the engine's makespan {timeline.pipeline_ns} differs from the recurrence's {candidate.pipeline_ns}"
     )
     busy_ns = sum(timeline.busy_ns(stage) for stage in range(num_stages))
     closed_form = (
         closed_form_ns(costs.forward_ns, costs.backward_ns, num_microbatches)
-        if num_microbatches >= num_stages
+        if num_microbatches >= num_stages and chosen.fill.is_plain
         else None
     )
     iteration_s = candidate.iteration_ns / 1e9
@@ -133,29 +133,22 @@ def _prediction(model: CostModel, choice: Choice) -> Prediction:
         grad_sync_s=candidate.grad_sync_ns / 1e9,
         optimizer_s=candidate.optimizer_ns / 1e9,
         overhead_s=candidate.overhead_ns / 1e9,
-        baseline_iteration_time_s=choice.baseline.iteration_ns / 1e9,
-        time_overhead=explain.overhead(candidate, choice.baseline),
-        upper_bound_s=_upper_bound_ns(model, candidate) / 1e9,
+        baseline_iteration_time_s=baseline.iteration_ns / 1e9,
+        time_overhead=explain.overhead(candidate, baseline),
+        upper_bound_s=_upper_bound_ns(model, candidate, chosen.fill.num_full) / 1e9,
         closed_form_s=None if closed_form is None else closed_form / 1e9,
         bubble_fraction=1.0 - busy_ns / (num_stages * timeline.pipeline_ns),
-        bubble_fill_capacity=bubble_fill_capacity(num_stages, *_backbone_ns(model)),
+        bubble_fill_capacity=bubble_fill_capacity(num_stages, *backbone_ns(model)),
         tokens_per_s=run.training.global_batch_size * run.training.seq_length / iteration_s,
     )
 
 
-def _backbone_ns(model: CostModel) -> tuple[int, int]:
-    """Forward and backward of the layers of the largest stage, for one microbatch."""
-    layers, layer = max(model.layout.layers_per_stage), model.ops["layer"]
-    forward_ns = layers * layer.forward_ns + to_ns(model.profile.microbatch_overhead_s)
-    return forward_ns, layers * layer.backward_ns
-
-
-def _upper_bound_ns(model: CostModel, candidate: Candidate) -> int:
+def _upper_bound_ns(model: CostModel, candidate: Candidate, num_microbatches: int) -> int:
     embedding, final = model.ops["embedding"], model.ops["final_head"]
     return upper_bound_ns(
-        sum(_backbone_ns(model)),
+        sum(backbone_ns(model)),
         [stage.exit_ns for stage in candidate.stages],
-        model.run.num_microbatches,
+        num_microbatches,
         embedding_ns=embedding.forward_ns + embedding.backward_ns,
         final_ns=final.forward_ns + final.backward_ns,
     )

@@ -25,7 +25,7 @@ from eeplan.spec import RunSpec
 
 def batches_of(data: dict[str, Tensor], rank: Rank) -> list[Batch]:
     """This data-parallel rank's microbatches out of those of the whole iteration."""
-    count = rank.plan.num_microbatches
+    count = rank.schedule.num_microbatches
     mine = slice(rank.backend.data_rank * count, (rank.backend.data_rank + 1) * count)
     tokens, labels, mask = data["tokens"][mine], data["labels"][mine], data["loss_mask"][mine]
     positions = torch.arange(tokens.shape[-1]).expand(tokens.shape[1:]).contiguous()
@@ -41,8 +41,7 @@ def load(rank: Rank, parameters: dict[str, Tensor]) -> None:
 
 def run_own(rank: Rank, batches: list[Batch]) -> dict[str, Tensor]:
     """Our executor; mean loss per head of this stage."""
-    order = iter(batches)
-    record = rank.executor.run(lambda _: next(order))
+    record = rank.executor.run(lambda microbatch: batches[microbatch])
     names = record.losses[0].keys()
     return {name: torch.stack([losses[name] for losses in record.losses]).mean() for name in names}
 

@@ -1,0 +1,212 @@
+"""Decides the fill of a plan and completes the plan with it: counts, corrections, prediction, reason."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from eeplan.errors import PlanInfeasible
+from eeplan.plan import Decision, FillPlan
+from eeplan.sim.bounds import bubble_fill_capacity
+from eeplan.sim.choice import Choice
+from eeplan.sim.costs import (
+    CostModel,
+    PipelineCosts,
+    grad_sync_ns,
+    pipeline_costs,
+    shared_matrix_sync_ns,
+    to_ns,
+)
+from eeplan.sim.estimator import corrections
+from eeplan.sim.explain import format_bytes, format_ns, format_percent
+from eeplan.sim.fill import Fill
+from eeplan.sim.fill_costs import partial_costs, with_partial_costs
+from eeplan.sim.fill_search import FillCell, FillOutcome, FillProblem, fixed_fill, search_fill
+from eeplan.sim.memory import optimizer_peak_bytes
+from eeplan.sim.search import Candidate
+from eeplan.spec import FillCounts, FillSpec
+
+SUBJECT = "fill"
+
+
+@dataclass(frozen=True, slots=True)
+class FillChoice:
+    """The microbatches of a plan, and what follows from them."""
+
+    fill: Fill
+    plan: FillPlan | None
+    """None when no bubble is filled."""
+    costs: PipelineCosts
+    """Those of partial microbatches included where there are any."""
+    candidate: Candidate
+    """The chosen candidate with the time and peaks of the filled schedule."""
+    decisions: tuple[Decision, ...]
+
+
+def choose_fill(model: CostModel, choice: Choice) -> FillChoice:
+    """Fill the bubbles of ``choice`` as the run file asks.
+
+    Raises:
+        PlanInfeasible: counts by hand that do not fit ``limits.device_memory_bytes``.
+    """
+    spec, costs = model.run.fill, pipeline_costs(model, choice.candidate.stages)
+    plain = FillChoice(Fill(model.run.num_microbatches), None, costs, choice.candidate, ())
+    if spec.policy == "none":
+        return plain
+    problem = _problem(model, choice, costs)
+    if isinstance(spec.policy, FillCounts):
+        cell = fixed_fill(problem, spec.policy.warmup, spec.policy.cooldown)
+        _require_fit(model, problem, cell)
+        decision = _by_hand(problem, cell)
+    else:
+        outcome = search_fill(problem)
+        assert outcome is not None, "the candidate was chosen because it fits without inserts"
+        cell = outcome.best
+        decision = _searched(model, problem, spec, outcome)
+    if cell.fill.is_plain:
+        return replace(plain, decisions=(decision,))
+    return FillChoice(
+        fill=cell.fill,
+        plan=_fill_plan(model, problem, cell),
+        costs=problem.costs,
+        candidate=_filled_candidate(model, choice.candidate, cell),
+        decisions=(decision,),
+    )
+
+
+def backbone_ns(model: CostModel) -> tuple[int, int]:
+    """Forward and backward of the layers of the largest stage, for one microbatch."""
+    layers, layer = max(model.layout.layers_per_stage), model.ops["layer"]
+    forward_ns = layers * layer.forward_ns + to_ns(model.profile.microbatch_overhead_s)
+    return forward_ns, layers * layer.backward_ns
+
+
+def _problem(model: CostModel, choice: Choice, costs: PipelineCosts) -> FillProblem:
+    candidate, num_stages = choice.candidate, model.layout.num_stages
+    on_stage = [
+        [(placed.slot.depth, placed.head) for placed in choice.exits if placed.slot.stage == stage]
+        for stage in range(num_stages)
+    ]
+    partial = [
+        partial_costs(model, stage, exits, candidate.exit_forward) for stage, exits in enumerate(on_stage)
+    ]
+    shared_ns = shared_matrix_sync_ns(model, candidate.stages)
+    fixed_ns = candidate.optimizer_ns + candidate.overhead_ns
+
+    def iteration_ns(ends_ns: Sequence[int]) -> int:
+        return max(ends_ns) + grad_sync_ns(ends_ns, candidate.stages, shared_ns) + fixed_ns
+
+    return FillProblem(
+        costs=with_partial_costs(costs, partial),
+        num_microbatches=model.run.num_microbatches,
+        mode=model.run.fill.mode,
+        has_exit=tuple(map(bool, on_stage)),
+        iteration_ns=iteration_ns,
+        max_time_overhead=model.run.fill.max_time_overhead,
+        floor_bytes=optimizer_peak_bytes(candidate.stages),
+        base_bytes=model.profile.process_base_bytes,
+        limit_bytes=model.run.limits.device_memory_bytes,
+    )
+
+
+def _require_fit(model: CostModel, problem: FillProblem, cell: FillCell) -> None:
+    limit, peak = problem.limit_bytes, max(cell.peak_bytes)
+    if limit is not None and peak > limit:
+        stage = cell.peak_bytes.index(peak)
+        raise PlanInfeasible(
+            f"fill.policy puts {len(cell.fill.depths)} warm-up inserts into the pipeline, and stage {stage} "
+            f"then needs {format_bytes(peak)} ({peak} bytes) of limits.device_memory_bytes "
+            f"{format_bytes(limit)} ({limit} bytes); lower fill.policy.warmup, or take policy: auto"
+        )
+
+
+def _filled_candidate(model: CostModel, candidate: Candidate, cell: FillCell) -> Candidate:
+    shared_ns = shared_matrix_sync_ns(model, candidate.stages)
+    return replace(
+        candidate,
+        pipeline_ns=max(cell.ends_ns),
+        grad_sync_ns=grad_sync_ns(cell.ends_ns, candidate.stages, shared_ns),
+        peak_bytes=cell.peak_bytes,
+    )
+
+
+def _fill_plan(model: CostModel, problem: FillProblem, cell: FillCell) -> FillPlan:
+    run, costs = model.run, problem.costs
+    extra = cell.fill.num_microbatches - run.num_microbatches
+    tokens = run.training.micro_batch_size * run.training.seq_length * run.parallel.data_parallel_size
+    return FillPlan(
+        mode=problem.mode,
+        warm_up=cell.warm_up,
+        cool_down=cell.cool_down,
+        num_full=cell.fill.num_full,
+        warm_up_depths=cell.fill.depths,
+        truncated_reaches=cell.fill.reaches,
+        gradient_scales=corrections(cell.fill, costs.num_stages).gradient_scales,
+        extra_tokens_per_iteration=extra * tokens,
+        turn_forward_s=tuple(ns / 1e9 for ns in costs.turn_forward_ns),
+        turn_backward_s=tuple(ns / 1e9 for ns in costs.turn_backward_ns),
+        turn_kept_bytes=costs.turn_kept_bytes,
+        bare_forward_s=tuple(ns / 1e9 for ns in costs.bare_forward_ns),
+    )
+
+
+def _searched(model: CostModel, problem: FillProblem, spec: FillSpec, outcome: FillOutcome) -> Decision:
+    capacity = bubble_fill_capacity(model.layout.num_stages, *backbone_ns(model))
+    limits = f"fill.max_time_overhead {100 * spec.max_time_overhead:g} %"
+    limits += " and limits.device_memory_bytes" if problem.limit_bytes else ""
+    found = "no insert stays within" if outcome.best.fill.is_plain else "the most inserts within"
+    reason = (
+        f"{found} {limits}, of all pairs of counts ({outcome.evaluated} fills simulated; the formula for "
+        f"equal stages starts at {capacity} per region): {_numbers(problem, outcome.best)}"
+    )
+    rejected = [
+        f"one more in the {region}: {_misses(problem, cell)}"
+        for region, cell in (("warm-up", outcome.more_warm_up), ("cool-down", outcome.more_cool_down))
+        if cell is not None
+    ]
+    return Decision(
+        subject=SUBJECT, choice=_counts(problem, outcome.best), reason=reason, rejected="; ".join(rejected)
+    )
+
+
+def _by_hand(problem: FillProblem, cell: FillCell) -> Decision:
+    dropped = cell.warm_up - len(cell.fill.depths)
+    meets_none = (
+        f"; {dropped} of {cell.warm_up} warm-up inserts meet no exit and are dropped" if dropped else ""
+    )
+    return Decision(
+        subject=SUBJECT,
+        choice=_counts(problem, cell),
+        reason=f"set in the run file{meets_none}: {_numbers(problem, cell)}",
+    )
+
+
+def _counts(problem: FillProblem, cell: FillCell) -> str:
+    if cell.fill.is_plain:
+        return "none"
+    depths, reaches = (
+        ", ".join(map(str, lengths)) or "-" for lengths in (cell.fill.depths, cell.fill.reaches)
+    )
+    return f"{problem.mode}: warm-up {depths} and cool-down {reaches} stages deep"
+
+
+def _numbers(problem: FillProblem, cell: FillCell) -> str:
+    """What the fill gives and takes."""
+    full = cell.fill.num_full
+    against = f"{format_percent(cell.time_overhead)} against its {full} full microbatches alone"
+    work = cell.stage_backwards / (full * problem.costs.num_stages)
+    return (
+        f"{format_ns(cell.iteration_ns)} ({against}), largest peak {format_bytes(max(cell.peak_bytes))}, "
+        f"{cell.stage_backwards} backwards of stages on top of {full * problem.costs.num_stages} "
+        f"({format_percent(work)})"
+    )
+
+
+def _misses(problem: FillProblem, cell: FillCell) -> str:
+    """Which limit a cell breaks."""
+    peak, limit = max(cell.peak_bytes), problem.limit_bytes
+    if limit is not None and peak > limit:
+        return (
+            f"stage {cell.peak_bytes.index(peak)} needs {format_bytes(peak)}, over limits.device_memory_bytes"
+        )
+    return f"{format_percent(cell.time_overhead)} iteration time, over fill.max_time_overhead"
