@@ -15,7 +15,16 @@ from pydantic import Field, PositiveInt
 from eeplan.errors import PlanError
 from eeplan.files import sha256_bytes, write_text
 from eeplan.schema import Model, dump_yaml, load_yaml
-from eeplan.spec import Boundary, ExitForward, FillMode, HeadKind, RunSpec, WeightSchedule, with_data_paths
+from eeplan.spec import (
+    Boundary,
+    DecodeMode,
+    ExitForward,
+    FillMode,
+    HeadKind,
+    RunSpec,
+    WeightSchedule,
+    with_data_paths,
+)
 
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0.0)]
@@ -111,6 +120,41 @@ class Prediction(Model):
     """Of global_batch_size; what ``fill`` adds does not count."""
 
 
+class DecodeModePrediction(Model):
+    """Expected speed of one decoding mode, prompt excluded."""
+
+    mode: DecodeMode
+    processes: PositiveInt
+    """Stages that decode at once in mode ``pipeline``; 1 for the others."""
+    seconds_per_token: Annotated[float, Field(gt=0.0)]
+    tokens_per_s: Annotated[float, Field(gt=0.0)]
+    speed_up: Annotated[float, Field(gt=0.0)]
+    """Over mode ``full`` on one process."""
+    mean_depth: Annotated[float, Field(gt=0.0)]
+    """Layers that the emitting exits read."""
+    layer_rows_per_token: Annotated[float, Field(gt=0.0)]
+    """Layers run, each counted once per row."""
+    checks_per_token: Annotated[float, Field(ge=0.0)]
+    """Early heads run, each counted once per row."""
+
+
+class DecodePrediction(Model):
+    """What the decode model expects of the trained model, one sequence at a time (paper 4)."""
+
+    threshold: Annotated[float, Field(ge=0.0, le=1.0)]
+    recompute_limit: Count
+    context_tokens: PositiveInt
+    """Positions that attention looked back at when the costs were measured."""
+    exit_shares: tuple[Annotated[float, Field(ge=0.0, le=1.0)], ...]
+    """Share of tokens that leave at each exit, by depth; the rest passes all layers."""
+    usage: str
+    """Where the shares come from."""
+    usage_is_assumption: bool
+    estimated: tuple[str, ...]
+    """Costs that were not measured as they are used."""
+    modes: tuple[DecodeModePrediction, ...]
+
+
 class Decision(Model):
     """One automatic choice: what, why, and what came second."""
 
@@ -166,6 +210,8 @@ class Plan(Model):
     eeplan_version: str
     run_sha256: str
     profile_sha256: str
+    usage_sha256: str | None = None
+    """Of the usage file; None when there is none and ``run.decode.prior`` stands in."""
     run: RunSpec
     exits: tuple[PlannedExit, ...]
     loss_weight_schedule: WeightSchedule | None = None
@@ -180,6 +226,8 @@ class Plan(Model):
     p2p_bandwidth_bytes_per_s: Annotated[float, Field(gt=0.0)]
     stages: tuple[StagePlan, ...]
     prediction: Prediction
+    decode: DecodePrediction | None = None
+    """None when the profile has no decode costs."""
     decisions: tuple[Decision, ...]
     certificate: Certificate
     extrapolated_ops: tuple[str, ...]

@@ -208,6 +208,9 @@ class ExitsSpec(Model):
     layers: tuple[ExitRequest, ...] = ()
     max_count: PositiveInt = 4
     """Most exits that ``count: auto`` may choose."""
+    objective: Literal["iteration_time", "decode_speed_up"] = "iteration_time"
+    """What placement and ``count: auto`` optimise. ``iteration_time``: the fastest training, with as many
+    exits as the limits allow; ``decode_speed_up``: the fastest decoding within the limits, maybe no exit."""
     head: HeadKind = "norm"
     untie_exit_output_weights: bool = False
     exit_forward: Literal["auto", "deferred", "eager"] = "auto"
@@ -267,6 +270,8 @@ class FillSpec(Model):
 class DecodeSpec(Model):
     """How the trained model will be decoded, one sequence at a time; plans predict its latency."""
 
+    mode: Literal["kv_recompute", "catch_up"] = "catch_up"
+    """What ``exits.objective: decode_speed_up`` makes fast; plans predict every mode."""
     threshold: Annotated[float, Field(ge=0.0, le=1.0)] = 0.8
     """Confidence at which a token leaves early; 1 never."""
     recompute_limit: Annotated[int, Field(ge=0)] = 8
@@ -293,6 +298,7 @@ class RunSpec(Model):
     training: TrainingSpec
     data: DataSpec
     exits: ExitsSpec = ExitsSpec()
+    decode: DecodeSpec = DecodeSpec()
     fill: FillSpec = FillSpec()
     limits: LimitsSpec = LimitsSpec()
 

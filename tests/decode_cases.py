@@ -8,6 +8,8 @@ from itertools import accumulate
 
 from hypothesis import strategies as st
 
+from eeplan.profile import DecodeCosts, DecodeOpCost, OpName, OpProfile, Timing
+from eeplan.sim.costs import EXIT_OPS
 from eeplan.sim.decode_process import DecodeProcess, Exit, RowCosts
 from eeplan.spec import HEAD_KINDS, HeadKind
 from eeplan.usage import ExitShares
@@ -104,3 +106,33 @@ def usages(draw: st.DrawFn, process: DecodeProcess, least_final: float = 0.0) ->
 def draw_depths(process: DecodeProcess, usage: ExitShares, num_tokens: int, seed: int) -> list[int]:
     """Where each of so many independent tokens leaves."""
     return random.Random(seed).choices(process.depths, usage.all, k=num_tokens)
+
+
+def with_decode_costs(
+    profile: OpProfile,
+    *,
+    layer_s: float = 1e-3,
+    row_s: float = 5e-5,
+    head_s: float = 3e-4,
+    overhead_s: float = 1e-4,
+    processes: Sequence[int] = (1, 2),
+    rows: Sequence[int] = (1, 2, 4, 8, 16),
+) -> OpProfile:
+    """``profile`` with made-up decode costs: a layer takes ``layer_s`` and ``row_s`` for each further row."""
+    base: dict[OpName, float] = {"layer": layer_s, "embedding": 2e-5, "final_head": head_s}
+    base |= {EXIT_OPS[kind]: head_s for kind in HEAD_KINDS}
+    base["exit_block"] += layer_s
+
+    def timing(seconds: float) -> Timing:
+        return Timing(n=5, median_s=seconds, mean_s=seconds, p10_s=seconds, p90_s=seconds)
+
+    ops = tuple(
+        DecodeOpCost(op=op, rows=number, time=timing(seconds + (number - 1) * row_s))
+        for op, seconds in base.items()
+        for number in rows
+    )
+    costs = [
+        DecodeCosts(processes=number, threads=1, context_tokens=16, ops=ops, step_overhead_s=overhead_s)
+        for number in processes
+    ]
+    return profile.model_copy(update={"decode": tuple(costs)})

@@ -33,7 +33,7 @@ runs on all rows that pass it, also when the token is emitted already.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -43,7 +43,7 @@ from eeplan.profile import OpProfile
 from eeplan.sim.decode_pipeline import expected_pipeline_ns
 from eeplan.sim.decode_process import DecodeProcess, ExitPoint, RowCosts, decode_process
 from eeplan.sim.layout import Layout
-from eeplan.spec import DecodeMode
+from eeplan.spec import DecodeMode, HeadKind
 from eeplan.usage import ExitShares
 
 Floats = NDArray[np.float64]
@@ -110,17 +110,16 @@ def expected_latency(
     assert (*usage.depths, usage.num_layers) == process.depths, "shares and exits belong together"
     if usage.threshold >= 1.0:
         process, usage = replace(process, exits=()), replace(usage, depths=(), early=())
-    rows = _layer_rows(process)
     if mode == "full":
         ns, layer_rows, checks = float(full_ns), float(process.num_layers), 0.0
     elif mode == "pipeline":
         ns, layer_rows = expected_pipeline_ns(process, usage.all), float(process.num_layers)
         checks = _checks_in_pipeline(process, usage)
     else:
-        expected = _kv_recompute if mode == "kv_recompute" else _catch_up
-        ns = expected(process, usage, recompute_limit)
-        layer_rows = expected(rows, usage, recompute_limit)
-        checks = expected(_check_rows(process), usage, recompute_limit)
+        ns, layer_rows, checks = (
+            _expected_step(counted, usage, mode, recompute_limit)
+            for counted in (process, _layer_rows(process), _check_rows(process))
+        )
     return Latency(
         mode=mode,
         processes=len(process.layers_per_stage),
@@ -143,71 +142,76 @@ def waiting_distribution(early: float, limit: int) -> Floats:
     return np.asarray(powers / powers.sum(), dtype=np.float64)
 
 
-def _kv_recompute(process: DecodeProcess, usage: ExitShares, limit: int) -> float:
-    waiting = waiting_distribution(1.0 - usage.final, limit)
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Expected time of the parts of a step in ``kv_recompute`` or ``catch_up``, in nanoseconds.
 
-    def on_all_rows(costs: RowCosts) -> Floats:
-        """Cost of a pass by number of waiting tokens, all of which come along."""
-        return np.array(costs.table(limit + 1), dtype=np.float64)
-
-    return _expected_step(process, usage, waiting, on_all_rows(process.embedding), lambda _: on_all_rows)
-
-
-def _catch_up(process: DecodeProcess, usage: ExitShares, limit: int) -> float:
-    early = 1.0 - usage.final
-    waiting = waiting_distribution(early, limit)
-    left_by = np.minimum(np.cumsum((0.0, *usage.early)), early)
-
-    def on_rows_from(segment: int) -> Callable[[RowCosts], Floats]:
-        share = left_by[segment] / early if early > 0.0 else 0.0
-
-        def expected(costs: RowCosts) -> Floats:
-            """E[C(a + 1) | n] for n = 0..R (see the module)."""
-            table = np.array(costs.table(limit + 1), dtype=np.float64)
-            steps = share ** np.arange(1, limit + 1) * np.diff(table)
-            return np.asarray(table[0] + np.concatenate(([0.0], np.cumsum(steps))), dtype=np.float64)
-
-        return expected
-
-    single = np.full(limit + 1, float(process.embedding.at(1)))
-    return _expected_step(process, usage, waiting, single, on_rows_from)
-
-
-def _expected_step(
-    process: DecodeProcess,
-    usage: ExitShares,
-    waiting: Floats,
-    embedding_ns: Floats,
-    on_rows_from: Callable[[int], Callable[[RowCosts], Floats]],
-) -> float:
-    """Expected time of a step, from what each segment costs given how many tokens wait.
-
-    Segment m is the layers between exit m (0: the first layer) and exit m + 1, with the check of that exit.
-
-    Args:
-        waiting: distribution of the number of waiting tokens, 0..R.
-        embedding_ns: by that number.
-        on_rows_from: for a segment, the expected cost of an op on the rows that pass it, by that number.
+    A step is cut at the exits. Segment m is the layers between exit m (0: the first layer) and exit m + 1,
+    with that exit's check. What it costs depends on the model's other exits only through ``early``, the share
+    p of tokens that leave at any of them, and ``left``, the share that left at exit m or before.
     """
-    total = process.step_overhead_ns + float(waiting @ embedding_ns)
-    left = np.cumsum((0.0, *usage.early))
-    is_forced = np.zeros(len(waiting))
-    is_forced[-1] = 1.0
-    for segment, (start, stop) in enumerate(zip((0, *process.depths), process.depths, strict=False)):
-        arrives = max(0.0, 1.0 - float(left[segment]))
-        # A forced forward passes whether the current token is emitted already or not.
-        passes = waiting * np.maximum(arrives, is_forced)
-        cost = on_rows_from(segment)
-        total += (stop - start) * float(passes @ cost(process.layer))
-        if segment == len(process.exits):
-            total += arrives * process.final_head.at(1)
-            continue
-        kind = process.exits[segment].head
+
+    process: DecodeProcess
+    mode: DecodeMode
+    early: float
+    waiting: Floats
+    """Distribution of the number of waiting tokens, 0..R."""
+
+    @property
+    def fixed_ns(self) -> float:
+        """Once per step: the loop itself and the embedding."""
+        embedding = self.process.embedding
+        rows = self._all_rows(embedding) if self.mode == "kv_recompute" else embedding.at(1)
+        return float(self.process.step_overhead_ns + (self.waiting * rows).sum())
+
+    def layer_ns(self, left: float) -> float:
+        """One layer of the segment."""
+        return float((self._passes(left) * self._rows(self.process.layer, left)).sum())
+
+    def check_ns(self, left: float, kind: HeadKind) -> float:
+        """The check at its end."""
+        head = self.process.heads[kind]
         if kind == "block":
-            total += float(passes @ cost(process.heads[kind]))
-        else:
-            total += arrives * process.heads[kind].at(1)
-    return total
+            return float((self._passes(left) * self._rows(head, left)).sum())
+        return (1.0 - left) * head.at(1)
+
+    def final_ns(self, left: float) -> float:
+        """The final head, after the last segment."""
+        return (1.0 - left) * self.process.final_head.at(1)
+
+    def _passes(self, left: float) -> Floats:
+        """Probability of n waiting tokens and a forward that enters the segment."""
+        passes = self.waiting * (1.0 - left)
+        # A forced forward passes whether the current token is emitted already or not.
+        passes[-1] = self.waiting[-1]
+        return passes
+
+    def _rows(self, costs: RowCosts, left: float) -> Floats:
+        """Expected cost on the rows that run through the segment, given n = 0..R waiting tokens."""
+        table = self._all_rows(costs)
+        if self.mode == "kv_recompute":
+            return table
+        share = min(1.0, left / self.early) if self.early > 0.0 else 0.0
+        steps = share ** np.arange(1, len(table)) * np.diff(table)
+        return np.asarray(table[0] + np.concatenate(([0.0], np.cumsum(steps))), dtype=np.float64)
+
+    def _all_rows(self, costs: RowCosts) -> Floats:
+        """Cost with all n = 0..R waiting tokens along."""
+        return np.array(costs.table(len(self.waiting)), dtype=np.float64)
+
+
+def step_costs(process: DecodeProcess, mode: DecodeMode, early: float, limit: int) -> StepCosts:
+    """Costs of a step when the share ``early`` of tokens leaves early and at most ``limit`` may wait."""
+    return StepCosts(process, mode, early, waiting_distribution(early, limit))
+
+
+def _expected_step(process: DecodeProcess, usage: ExitShares, mode: DecodeMode, limit: int) -> float:
+    costs = step_costs(process, mode, 1.0 - usage.final, limit)
+    total, left, depth = costs.fixed_ns, 0.0, 0
+    for exit_, share in zip(process.exits, usage.early, strict=True):
+        total += (exit_.depth - depth) * costs.layer_ns(left) + costs.check_ns(left, exit_.head)
+        left, depth = min(1.0, left + share), exit_.depth
+    return total + (process.num_layers - depth) * costs.layer_ns(left) + costs.final_ns(left)
 
 
 def _layer_rows(process: DecodeProcess) -> DecodeProcess:

@@ -11,6 +11,8 @@ from eeplan.sim import explain
 from eeplan.sim.bounds import bubble_fill_capacity, closed_form_ns, upper_bound_ns
 from eeplan.sim.choice import PlacedExit, choose, wanted_kinds
 from eeplan.sim.costs import CostModel, cost_model, shared_matrix_sync_ns
+from eeplan.sim.decode_choice import choose_for_decoding
+from eeplan.sim.decode_plan import plan_decode
 from eeplan.sim.engine import simulate
 from eeplan.sim.estimator import corrections
 from eeplan.sim.fill import Fill, filled
@@ -20,9 +22,17 @@ from eeplan.sim.loss_weights import explain_weights, target_weights
 from eeplan.sim.memory import memory_breakdown
 from eeplan.sim.search import Candidate
 from eeplan.spec import RunSpec
+from eeplan.usage import ExitShares, ExitUsage, exit_shares
 
 
-def make_plan(run: RunSpec, run_sha256: str, profile: OpProfile, profile_sha256: str) -> Plan:
+def make_plan(
+    run: RunSpec,
+    run_sha256: str,
+    profile: OpProfile,
+    profile_sha256: str,
+    usage: ExitUsage | None = None,
+    usage_sha256: str | None = None,
+) -> Plan:
     """Plan a run.
 
     Args:
@@ -30,25 +40,35 @@ def make_plan(run: RunSpec, run_sha256: str, profile: OpProfile, profile_sha256:
         run_sha256: of the run file.
         profile: op costs measured for the run's shape, micro_batch_size and tensor parallel size.
         profile_sha256: of the profile file.
+        usage: how often tokens leave early; None takes ``run.decode.prior``, marked as an assumption.
+        usage_sha256: of the usage file.
 
     Returns:
         The plan, without ``content_sha256``, which writing adds.
 
     Raises:
         ProfileError: the profile is of another model, or lacks an op that the run needs.
+        SpecError: loss weights from usage, and no token leaves early.
         PlanInfeasible: nothing that the run asks for fits its limits.
     """
     model = cost_model(run, profile, layout_of(run), wanted_kinds(run.exits))
-    choice = choose(model)
+    used = usage.content if usage else run.decode.prior
+    is_for_decoding = run.exits.objective == "decode_speed_up" and bool(run.exits.count)
+    choice = choose_for_decoding(model, used) if is_for_decoding else choose(model)
+    depths = [placed.slot.depth for placed in choice.exits]
+    shares = exit_shares(used, run.decode.threshold, depths, run.model.num_layers)
+    decode, decode_mode = plan_decode(run, profile, model.layout, choice.exits, shares)
     filled_choice = choose_fill(model, choice)
-    exits = _planned_exits(run, choice.exits, filled_choice.fill)
+    exits = _planned_exits(run, choice.exits, filled_choice.fill, shares)
     return Plan(
         schema_version=1,
         eeplan_version=__version__,
         run_sha256=run_sha256,
         profile_sha256=profile_sha256,
+        usage_sha256=usage_sha256,
         run=run,
         exits=exits,
+        loss_weight_schedule=run.exits.loss_weights.warmup,
         exit_forward=choice.candidate.exit_forward,
         fill=filled_choice.plan,
         schedule="1f1b",
@@ -57,23 +77,28 @@ def make_plan(run: RunSpec, run_sha256: str, profile: OpProfile, profile_sha256:
         p2p_bandwidth_bytes_per_s=profile.p2p.bandwidth_bytes_per_s,
         stages=_stage_plans(model, filled_choice, exits),
         prediction=_prediction(model, filled_choice, choice.baseline),
+        decode=decode,
         decisions=(
             *choice.decisions,
             *filled_choice.decisions,
-            *_other_decisions(model, choice.exits),
+            *_other_decisions(model, choice.exits, shares),
+            decode_mode,
         ),
         certificate=choice.certificate,
         extrapolated_ops=model.extrapolated_ops,
     )
 
 
-def _planned_exits(run: RunSpec, exits: Sequence[PlacedExit], fill: Fill) -> tuple[PlannedExit, ...]:
+def _planned_exits(
+    run: RunSpec, exits: Sequence[PlacedExit], fill: Fill, shares: ExitShares
+) -> tuple[PlannedExit, ...]:
     factors = corrections(fill, run.parallel.pipeline_model_parallel_size).loss_factors
     weights = target_weights(
         run.exits.loss_weights,
         [placed.slot.depth for placed in exits],
         run.model.num_layers,
         [placed.weight for placed in exits],
+        shares,
     )
     return tuple(
         PlannedExit(
@@ -154,11 +179,13 @@ def _upper_bound_ns(model: CostModel, candidate: Candidate, num_microbatches: in
     )
 
 
-def _other_decisions(model: CostModel, exits: Sequence[PlacedExit]) -> tuple[Decision, ...]:
+def _other_decisions(
+    model: CostModel, exits: Sequence[PlacedExit], shares: ExitShares
+) -> tuple[Decision, ...]:
     decisions = [explain.layer_split(model.run, model.layout)]
     if exits:
         spec = model.run.exits.loss_weights
         by_hand = sum(placed.weight is not None for placed in exits)
-        reason = explain_weights(spec, by_hand)
+        reason = explain_weights(spec, by_hand, shares)
         decisions.append(Decision(subject="exits.loss_weights", choice=spec.policy, reason=reason))
     return tuple(decisions)
