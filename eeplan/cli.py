@@ -124,6 +124,10 @@ def plan(
     run: RunFile,
     profile: Annotated[Path, typer.Option("--profile", help="Measured op costs (profile.yaml).")],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="PLAN", help="Plan to write.")],
+    usage: Annotated[
+        Path | None,
+        typer.Option("--usage", help="How often tokens leave early (usage.yaml); else the run's prior."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Place exits, say why, predict time and memory."""
@@ -132,13 +136,15 @@ def plan(
     from eeplan.profile import load_profile
     from eeplan.sim.planner import make_plan
     from eeplan.spec import load_run
+    from eeplan.usage import load_usage
     from eeplan.views import plan_tables
 
     with _work():
         spec, run_sha256 = load_run(run)
         costs, profile_sha256 = load_profile(profile)
         require_writable_file(output, "plan")
-        made = write_plan(output, make_plan(spec, run_sha256, costs, profile_sha256))
+        used = load_usage(usage) if usage else (None, None)
+        made = write_plan(output, make_plan(spec, run_sha256, costs, profile_sha256, *used))
     _print(as_json, {"plan": str(output)} | made.model_dump(mode="json"), lambda: plan_tables(made))
 
 

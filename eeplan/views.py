@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
+from eeplan import decode_views
 from eeplan.report import words
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ def plan_tables(plan: Plan) -> tuple[Table, ...]:
                 ),
             ),
         ),
+        *(_table(cells) for cells in decode_views.prediction_cells(plan.decode)),
         Table("decisions", decisions, ("what", "choice", "why", "best rejected"), sentences=True),
         *_notes(plan),
     )
@@ -164,6 +166,8 @@ def _notes(plan: Plan) -> tuple[Table, ...]:
     ]
     if plan.extrapolated_ops:
         rows.append(("not measured at this size", ", ".join(plan.extrapolated_ops)))
+    if plan.decode and plan.decode.estimated:
+        rows.append(("not measured for decoding", "; ".join(plan.decode.estimated)))
     return (Table("certificate", tuple(rows)),)
 
 
@@ -204,6 +208,7 @@ def profile_tables(profile: OpProfile) -> tuple[Table, ...]:
                 ),
             ),
         ),
+        *(_table(decode_views.costs_cells(costs)) for costs in profile.decode),
     )
 
 
@@ -364,6 +369,10 @@ def _value(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return ", ".join(map(_value, value))
     return str(value)
+
+
+def _table(cells: decode_views.Cells) -> Table:
+    return Table(cells.title, tuple(tuple(map(_text, row)) for row in cells.rows), cells.columns)
 
 
 def _text(phrase: str) -> str:

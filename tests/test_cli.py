@@ -19,7 +19,7 @@ from eeplan.errors import EeplanError
 
 SURFACE = {
     "profile": {"run", "--output", "-o", "--json"},
-    "plan": {"run", "--profile", "--output", "-o", "--json"},
+    "plan": {"run", "--profile", "--output", "-o", "--usage", "--json"},
     "simulate": {"plan", "--trace", "--ascii", "--width", "--json"},
     "train": {"plan", "--out", "--nproc", "--json"},
     "report": {"run_dir", "--output", "-o", "--json"},

@@ -78,7 +78,8 @@ def _estimated(
         wanted = layout.num_stages if mode == "pipeline" else 1
         measured = costs_for(profile, wanted).processes
         if measured != wanted:
-            found.append(f"mode {mode}: measured with {measured} processes at once, runs with {wanted}")
+            together = "1 process" if measured == 1 else f"{measured} processes at once"
+            found.append(f"mode {mode}: measured with {together}, runs with {wanted}")
     return tuple(found)
 
 

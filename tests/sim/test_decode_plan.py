@@ -93,7 +93,7 @@ def test_costs_that_were_not_measured_are_listed() -> None:
     assert section(plan).estimated == (
         "layer: 3, 4, 5, 6, 7 rows interpolated and 9 to 21 rows extrapolated",
         "embedding: 3, 4, 5, 6, 7 rows interpolated and 9 to 21 rows extrapolated",
-        "mode pipeline: measured with 1 processes at once, runs with 2",
+        "mode pipeline: measured with 1 process, runs with 2",
     )
     assert section(plan_of(make_run(exits=TWO_EXITS, decode={"recompute_limit": 1}))).estimated == ()
     assert section(plan_of(make_run())).estimated == ()

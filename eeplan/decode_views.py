@@ -1,0 +1,51 @@
+"""Decode costs and predictions as cells of tables; ``views`` shows them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from eeplan.report import words
+
+if TYPE_CHECKING:
+    from eeplan.plan import DecodePrediction
+    from eeplan.profile import DecodeCosts
+
+
+class Cells(NamedTuple):
+    """Title, rows and column names of one table."""
+
+    title: str
+    rows: tuple[tuple[str, ...], ...]
+    columns: tuple[str, ...]
+
+
+def prediction_cells(decode: DecodePrediction | None) -> tuple[Cells, ...]:
+    """Expected speed of every mode; no table where nothing was predicted."""
+    if decode is None:
+        return ()
+    rows = tuple(
+        (
+            m.mode if m.processes == 1 else f"{m.mode} on {m.processes} processes",
+            words.seconds(m.seconds_per_token),
+            f"{words.number(m.tokens_per_s)} tokens/s",
+            f"{m.speed_up:.2f}",
+            f"{m.mean_depth:.1f}",
+            f"{m.layer_rows_per_token:.1f}",
+        )
+        for m in decode.modes
+    )
+    title = f"decoding one sequence, predicted at threshold {decode.threshold:g}; usage {decode.usage}"
+    return (Cells(title, rows, ("mode", "per token", "rate", "over full", "mean depth", "layers run")),)
+
+
+def costs_cells(costs: DecodeCosts) -> Cells:
+    """Mean time of every op by number of rows."""
+    measured = {(cost.op, cost.rows): words.seconds(cost.time.mean_s) for cost in costs.ops}
+    numbers = sorted({rows for _, rows in measured})
+    ops = dict.fromkeys(cost.op for cost in costs.ops)
+    rows = tuple((op, *(measured.get((op, number), "-") for number in numbers)) for op in ops)
+    title = (
+        f"decode steps, mean by number of rows: {words.plural(costs.processes, 'process', 'processes')}, "
+        f"{words.plural(costs.threads, 'thread')} each, {costs.context_tokens} tokens back"
+    )
+    return Cells(title, rows, ("op", *map(str, numbers)))
