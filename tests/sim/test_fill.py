@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations_with_replacement, product
 from textwrap import indent
@@ -44,17 +44,6 @@ def test_every_small_fill_is_valid(num_stages: int) -> None:
         assert Fill.of(schedule) == fill
 
 
-def exit_placements(num_stages: int) -> Iterator[list[bool]]:
-    yield from map(list, product([False, True], repeat=num_stages))
-
-
-def check_grid_cell(num_stages: int, num_full: int, has_exit: list[bool], times: tuple[int, int]) -> None:
-    capacity = bubble_fill_capacity(num_stages, *times)
-    for k_a, k_b in product(range(min(capacity + 2, num_stages)), repeat=2):
-        depths = warm_up_depths(k_a, has_exit)
-        validate(filled(num_stages, Fill(num_full, depths, truncated_reaches(k_b, num_stages, *times))))
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_every_generated_fill_is_valid(data: st.DataObject) -> None:
@@ -75,10 +64,14 @@ def test_the_whole_grid_is_valid(num_stages: int) -> None:
     """All M up to 4P, both counts up to one beyond capacity; exits on all stages, every second, or one."""
     placements = {tuple(s % 2 == 1 for s in range(num_stages)), (True,) * num_stages}
     placements |= {tuple(s == only for s in range(num_stages)) for only in range(num_stages)}
-    placements |= {tuple(p) for p in exit_placements(num_stages)} if num_stages < 6 else set()
-    for has_exit in sorted(placements):
-        for num_full, times in product(range(1, 4 * num_stages + 1), RATIOS[::2]):
-            check_grid_cell(num_stages, num_full, list(has_exit), times)
+    placements |= set(product([False, True], repeat=num_stages)) if num_stages < 6 else set()
+    depths, reaches = set(), set()
+    for times in RATIOS:
+        for count in range(min(bubble_fill_capacity(num_stages, *times) + 2, num_stages)):
+            depths |= {warm_up_depths(count, has_exit) for has_exit in placements}
+            reaches.add(truncated_reaches(count, num_stages, *times))
+    for num_full, *inserts in product(range(1, 4 * num_stages + 1), sorted(depths), sorted(reaches)):
+        validate(filled(num_stages, Fill(num_full, *inserts)))
 
 
 def test_the_pictures_of_the_docstring() -> None:
