@@ -87,6 +87,9 @@ def _fastest_mode(latencies: Sequence[Latency], usage: ExitShares) -> Decision:
     ranked = sorted(latencies, key=lambda latency: latency.ns_per_token)
     best, second = ranked[0], ranked[1]
     reason = f"fastest: {_numbers(best)}; {usage.sentence}"
+    if not usage.depths:
+        reason = f"{usage.sentence}: {_numbers(best)}"
+        return Decision(subject=SUBJECT, choice="full", reason=reason)
     if best.mode == "full":
         reason = f"no early exit makes decoding faster: {_numbers(best)}; {usage.sentence}"
     return Decision(subject=SUBJECT, choice=best.mode, reason=reason, rejected=_numbers(second))

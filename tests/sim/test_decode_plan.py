@@ -109,6 +109,9 @@ def test_the_fastest_mode_is_named_with_the_next_best() -> None:
     slow = decision(plan_of(make_run(exits=TWO_EXITS), head_s=0.05), "decode.mode")
     assert slow.choice == "full"
     assert slow.reason.startswith("no early exit makes decoding faster: full ")
+    bare = decision(plan_of(make_run()), "decode.mode")
+    assert (bare.choice, bare.rejected) == ("full", "")
+    assert bare.reason.startswith("there is no early exit: full ")
 
 
 def test_one_stage_has_no_pipeline() -> None:
