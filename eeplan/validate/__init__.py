@@ -1,0 +1,1 @@
+"""Predictions laid beside what others measured on their clusters."""
