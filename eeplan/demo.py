@@ -26,6 +26,8 @@ PROMPTS = ("The with statement", "A function is", "Return a list of")
 THRESHOLD = 0.3
 TEMPERATURE = 0.6
 NEW_TOKENS = 64
+BUSY_MACHINE = 0.1
+"""Share of disturbed samples from which on the demo says so."""
 
 
 def demo_run(vocab_size: int = VOCAB_SIZE) -> RunSpec:
@@ -126,7 +128,13 @@ def _profile(run_path: Path, profile_path: Path, progress: Progress) -> None:
     from eeplan.runtime.profiler import measure
 
     run, _ = load_run(run_path)
-    write_yaml(profile_path, measure(run, progress=progress.update), "Written by `eeplan demo`.")
+    profile = measure(run, progress=progress.update)
+    write_yaml(profile_path, profile, "Written by `eeplan demo`.")
+    if profile.disturbed_share > BUSY_MACHINE:
+        progress.line(
+            f"other work on this machine disturbed {profile.disturbed_share:.0%} of the samples; they are left "
+            "out, but training next to that work will be slower than planned"
+        )
 
 
 def _plan(run_path: Path, out: Path, progress: Progress) -> None:

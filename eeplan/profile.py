@@ -161,6 +161,9 @@ class OpProfile(Model):
     """Time per microbatch and stage outside the ops: batch fetch, launch, bookkeeping."""
     iteration_overhead_s: Seconds = 0.0
     """Time per iteration outside pipeline, synchronisation and optimizer: zeroing gradients, logging."""
+    disturbed_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Share of op samples during which other work held the core. They were left out where enough others were
+    taken; a large share still says that the machine was busy, and that a run on it may be slower."""
     process_base_bytes: Bytes = 0
     """Resident bytes of one process before any model exists: interpreter, libraries, communication."""
     decode: tuple[DecodeCosts, ...] = ()

@@ -194,13 +194,14 @@ def profile_tables(profile: OpProfile) -> tuple[Table, ...]:
             ("op", "micro batch", "n", "forward, mean", "backward, mean", "kept"),
         ),
         Table(
-            "messages and optimizer",
+            "messages, optimizer, machine",
             (
                 (
                     "point to point",
                     _text(words.seconds(p2p.latency_s)),
                     f"{_text(words.size(p2p.bandwidth_bytes_per_s))}/s",
                 ),
+                ("samples disturbed by other work", words.percent(profile.disturbed_share, 0)),
                 (
                     "optimizer",
                     _text(words.seconds(profile.optimizer.per_parameter_s * 1e6)),

@@ -21,6 +21,7 @@ from eeplan.schema import Model, validate
 from eeplan.timeline import Timeline
 
 Bytes = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Seconds = Annotated[float, Field(ge=0.0)]
 PositiveSeconds = Annotated[float, Field(gt=0.0)]
 
@@ -44,6 +45,8 @@ class Measured(_Record):
     """Remainder of an iteration; a median of differences, so it can fall slightly below zero."""
     peak_bytes: tuple[Bytes, ...]
     process_peak_bytes: tuple[Bytes, ...]
+    core_share: tuple[Fraction, ...] | None = None
+    """Share of its ops' time that each stage had a core to itself; None where that cannot be told."""
     wall_s: Seconds
     device: DeviceFingerprint
     threads: PositiveInt

@@ -232,6 +232,12 @@ def origin(run: RunData, out: Path) -> str:
     if run.profile is not None:
         processes = words.plural(run.profile.processes, "process", "processes")
         sentence += f" The profile is of {run.profile.date[:10]}, measured with {processes} at once."
+        if run.profile.disturbed_share > 0:
+            share = words.percent(run.profile.disturbed_share)
+            sentence += f" Other work on the machine disturbed {share} of its samples."
+    if run.measured.core_share is not None:
+        shares = ", ".join(words.percent(share) for share in run.measured.core_share)
+        sentence += f" While computing, the stages had a core for themselves {shares} of the time."
     return markup.section(
         "origin",
         "How to make this page again",

@@ -21,13 +21,13 @@ class Clock:
     """Marks points in the device's work and says later when they happened."""
 
     def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
+        self.is_cuda = device.type == "cuda"
         self._base_event: Any = None
         self._base_ns = 0
 
     def start(self) -> None:
         """Tie the device's clock to the machine's; call once an iteration, while the device is idle."""
-        if self._is_cuda:
+        if self.is_cuda:
             torch.cuda.synchronize()
             self._base_event = torch.cuda.Event(enable_timing=True)
             self._base_event.record()
@@ -36,7 +36,7 @@ class Clock:
 
     def mark(self) -> Mark:
         """Now, in the order of the device's work."""
-        if not self._is_cuda:
+        if not self.is_cuda:
             return time.monotonic_ns()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -44,7 +44,7 @@ class Clock:
 
     def resolve(self, marks: Sequence[Mark]) -> list[int]:
         """Machine time of each mark in nanoseconds; waits for the device to reach the last one."""
-        if not self._is_cuda:
+        if not self.is_cuda:
             return list(marks)
         torch.cuda.synchronize()
         return [self._base_ns + int(self._base_event.elapsed_time(mark) * 1e6) for mark in marks]

@@ -9,9 +9,11 @@ done with them.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -60,9 +62,11 @@ class MarkedMessage:
 class IterationRecord:
     """One stage's part of one iteration: its spans, messages, and losses of every microbatch."""
 
-    spans: list[MarkedSpan]
-    messages: list[MarkedMessage]
-    losses: list[dict[str, Tensor]]
+    spans: list[MarkedSpan] = field(default_factory=list)
+    messages: list[MarkedMessage] = field(default_factory=list)
+    losses: list[dict[str, Tensor]] = field(default_factory=list)
+    core_ns: list[int] = field(default_factory=list)
+    """How long this thread had a core during each span."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +130,7 @@ class _Iteration:
         self.sending: deque[tuple[Any, Tensor]] = deque()
         self.arriving: dict[tuple[Op, int], tuple[Any, Tensor]] = {}
         self.outputs: dict[tuple[Op, int], Tensor | None] = {}
-        self.record = IterationRecord([], [], [])
+        self.record = IterationRecord()
 
     def run(self) -> IterationRecord:
         for op in self.to_receive:
@@ -147,18 +151,24 @@ class _Iteration:
     def _forward(self, microbatch: int) -> None:
         received = self._message(Op.RECV_FORWARD, microbatch)
         batch = self.batches(microbatch)
-        start = self.clock.mark()
-        output = self.computation.forward(microbatch, received, batch)
-        self.record.spans.append(MarkedSpan("forward", microbatch, start, self.clock.mark()))
+        with self._span("forward", microbatch):
+            output = self.computation.forward(microbatch, received, batch)
         self.outputs[Op.SEND_FORWARD, microbatch] = output
 
     def _backward(self, microbatch: int) -> None:
         gradient = self._message(Op.RECV_BACKWARD, microbatch)
-        start = self.clock.mark()
-        input_gradient, losses = self.computation.backward(microbatch, gradient)
-        self.record.spans.append(MarkedSpan("backward", microbatch, start, self.clock.mark()))
+        with self._span("backward", microbatch):
+            input_gradient, losses = self.computation.backward(microbatch, gradient)
         self.record.losses.append(losses)
         self.outputs[Op.SEND_BACKWARD, microbatch] = input_gradient
+
+    @contextlib.contextmanager
+    def _span(self, kind: SpanKind, microbatch: int) -> Iterator[None]:
+        core_ns, start = time.thread_time_ns(), self.clock.mark()
+        yield
+        end = self.clock.mark()
+        self.record.spans.append(MarkedSpan(kind, microbatch, start, end))
+        self.record.core_ns.append(time.thread_time_ns() - core_ns)
 
     def _send(self, op: Op, microbatch: int) -> None:
         tensor = self.outputs.pop((op, microbatch))

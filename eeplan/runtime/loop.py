@@ -155,7 +155,7 @@ def _validate(rank: Rank, writer: MetricsWriter | None, iteration: int) -> None:
     if float(run.data.split.split(",")[1]) == 0:
         return
     stream = build_batches(run, rank_info=rank.backend, split="valid")
-    record = IterationRecord([], [], [])
+    record = IterationRecord()
     for index in range(len(stream)):
         record.losses.append(_evaluate_one(rank, index, next_batch(stream, rank.backend.device)))
     losses = _mean_losses(rank, record)

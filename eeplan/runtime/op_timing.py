@@ -10,14 +10,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from eeplan.profile import OpCost, OpName, Timing
-from eeplan.runtime.clock import Clock
+from eeplan.runtime.clock import Clock, Mark
 from eeplan.runtime.memory import trace_allocations
 from eeplan.runtime.model import EarlyExitGPT, ExitSpec, StageSpec, loss_of
 from eeplan.runtime.stage import Batch
@@ -25,6 +26,9 @@ from eeplan.spec import HEAD_KINDS, RunSpec
 
 IN_FLIGHT = 2
 """Microbatches between forward and backward while timing."""
+DISTURBED = 0.03
+"""Share of a sample's time without a core from which on other work is taken to have disturbed it."""
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +50,51 @@ class _Done:
     output: Tensor
 
 
-@dataclass(slots=True)
-class _Samples:
-    """Durations in nanoseconds per op."""
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """One timed run of an op."""
 
-    forward: dict[OpName, list[int]] = field(default_factory=dict)
-    backward: dict[OpName, list[int]] = field(default_factory=dict)
+    op: OpName
+    start: Mark
+    end: Mark
+    core_ns: int
+    """How long this thread had a core meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Duration of one run of an op, and whether other work took the core away meanwhile."""
+
+    duration_ns: int
+    disturbed: bool
+
+
+class _Stopwatch:
+    """Times ops in the order they run."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.taken: list[_Taken] = []
+
+    def around(self, op: _Op, run: Callable[[], Result]) -> Result:
+        """Run an op between two marks."""
+        core_ns = time.thread_time_ns()
+        start = self._clock.mark()
+        result = run()
+        end = self._clock.mark()
+        self.taken.append(_Taken(op.name, start, end, time.thread_time_ns() - core_ns))
+        return result
+
+    def samples(self, device: torch.device) -> dict[OpName, list[Sample]]:
+        """Samples of every op. Disturbance can only be told where one CPU thread does all the work."""
+        alone = device.type == "cpu" and torch.get_num_threads() == 1
+        times = self._clock.resolve([mark for taken in self.taken for mark in (taken.start, taken.end)])
+        found: dict[OpName, list[Sample]] = {}
+        for taken, start_ns, end_ns in zip(self.taken, times[::2], times[1::2], strict=True):
+            duration_ns = end_ns - start_ns
+            disturbed = alone and taken.core_ns < (1 - DISTURBED) * duration_ns
+            found.setdefault(taken.op, []).append(Sample(duration_ns, disturbed))
+        return found
 
 
 @dataclass(slots=True)
@@ -80,29 +123,44 @@ def random_batch(run: RunSpec, device: torch.device) -> Batch:
 
 def measure_ops(
     model: EarlyExitGPT, batch: Batch, clock: Clock, device: torch.device, *, seconds: float, min_rounds: int
-) -> list[OpCost]:
+) -> tuple[list[OpCost], float]:
     """Time all ops for about ``seconds`` (at least ``min_rounds`` rounds), then count their bytes.
 
     Args:
         model: built from :func:`miniature_stage`, with gradient buffers attached.
         batch: one microbatch; the costs returned are for its size.
+
+    Returns:
+        The costs, and the share of samples that other work on the machine disturbed.
     """
     chain = _chain(model, batch)
-    samples = _time_rounds(chain, batch.tokens, clock, seconds, min_rounds)
+    forward, backward = (
+        watch.samples(device) for watch in _time_rounds(chain, batch.tokens, clock, seconds, min_rounds)
+    )
     sizes = _count_bytes(chain, batch.tokens, device)
-    return [
+    costs = [
         OpCost(
             op=name,
             micro_batch_size=batch.tokens.shape[0],
             tensor_model_parallel_size=model.config.tensor_model_parallel_size,
-            forward=timing(samples.forward[name]),
-            backward=timing(samples.backward[name]),
+            forward=timing(undisturbed(forward[name])),
+            backward=timing(undisturbed(backward[name])),
             kept_bytes=sizes[name].kept,
             forward_transient_bytes=sizes[name].forward_transient,
             backward_transient_bytes=sizes[name].backward_transient,
         )
-        for name in samples.forward
+        for name in forward
     ]
+    every = [sample for side in (forward, backward) for samples in side.values() for sample in samples]
+    return costs, sum(sample.disturbed for sample in every) / len(every)
+
+
+def undisturbed(samples: list[Sample]) -> list[int]:
+    """Durations in nanoseconds of the undisturbed samples, or of all where fewer than a quarter are."""
+    clean = [sample.duration_ns for sample in samples if not sample.disturbed]
+    if 4 * len(clean) >= len(samples):
+        return clean
+    return [sample.duration_ns for sample in samples]
 
 
 def timing(durations_ns: list[int]) -> Timing:
@@ -175,40 +233,24 @@ def _backward(done: list[_Done], around: Callable[[_Op, Callable[[], None]], Non
             gradient = arrived
 
 
-def _time_rounds(chain: list[_Op], tokens: Tensor, clock: Clock, seconds: float, min_rounds: int) -> _Samples:
-    marks_forward: list[tuple[_Op, object, object]] = []
-    marks_backward: list[tuple[_Op, object, object]] = []
-
-    def timed_forward(op: _Op, run: Callable[[], Tensor]) -> Tensor:
-        start = clock.mark()
-        output = run()
-        marks_forward.append((op, start, clock.mark()))
-        return output
-
-    def timed_backward(op: _Op, run: Callable[[], None]) -> None:
-        start = clock.mark()
-        run()
-        marks_backward.append((op, start, clock.mark()))
-
-    samples = _Samples()
+def _time_rounds(
+    chain: list[_Op], tokens: Tensor, clock: Clock, seconds: float, min_rounds: int
+) -> tuple[_Stopwatch, _Stopwatch]:
+    forward, backward = _Stopwatch(clock), _Stopwatch(clock)
     in_flight: list[list[_Done]] = []
     clock.start()
     deadline = 0.0
     rounds = -IN_FLIGHT - 1  # warm-up rounds are not counted
     while rounds < min_rounds or time.monotonic() < deadline:
-        in_flight.append(_forward(chain, tokens, timed_forward))
+        in_flight.append(_forward(chain, tokens, forward.around))
         if len(in_flight) == IN_FLIGHT:
-            _backward(in_flight.pop(0), timed_backward)
+            _backward(in_flight.pop(0), backward.around)
         rounds += 1
         if rounds == 0:
-            marks_forward.clear()
-            marks_backward.clear()
+            forward.taken.clear()
+            backward.taken.clear()
             deadline = time.monotonic() + seconds
-    for marks, into in ((marks_forward, samples.forward), (marks_backward, samples.backward)):
-        times = clock.resolve([m for _, start, end in marks for m in (start, end)])
-        for (op, _, _), start_ns, end_ns in zip(marks, times[::2], times[1::2], strict=True):
-            into.setdefault(op.name, []).append(end_ns - start_ns)
-    return samples
+    return forward, backward
 
 
 def _count_bytes(chain: list[_Op], tokens: Tensor, device: torch.device) -> dict[OpName, _Bytes]:

@@ -150,7 +150,7 @@ def _measure_ops(run: RunSpec, folder: Path, seconds: float) -> None:
     batch = random_batch(run, backend.device)
     dist.barrier()
     _announce(backend.rank, 2)
-    ops = measure_ops(training.model, batch, clock, backend.device, seconds=seconds, min_rounds=5)
+    ops, disturbed = measure_ops(training.model, batch, clock, backend.device, seconds=seconds, min_rounds=5)
     dist.barrier()
     _announce(backend.rank, 3)
     half = replace(miniature_stage(max(1, layers // 2)), exits=())
@@ -174,6 +174,7 @@ def _measure_ops(run: RunSpec, folder: Path, seconds: float) -> None:
             all_reduce=links.all_reduce,
             optimizer=optimizer,
             microbatch_overhead_s=links.microbatch_overhead_s,
+            disturbed_share=disturbed,
             process_base_bytes=base_bytes,
             decode=decode,
         )

@@ -42,6 +42,8 @@ class StageTrace:
     receives: list[tuple[Direction, int, int]]
     memory: list[tuple[int, int]] = field(default_factory=list)
     """(ns, live bytes)"""
+    core_share: float | None = None
+    """Share of the ops' time during which the stage had a core; None where one thread does not do it all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,8 @@ def stage_trace(
     start_ns, end_ns = next(times), next(times)
     resolved = [(span.kind, span.microbatch, next(times), next(times)) for span in spans]
     messages = [(m.is_send, m.direction, m.microbatch, next(times)) for m in record.messages]
+    busy_ns = sum(b - a for _, _, a, b in resolved[: len(record.spans)])
+    alone = not clock.is_cuda and torch.get_num_threads() == 1
     return StageTrace(
         iteration,
         start_ns,
@@ -74,6 +78,7 @@ def stage_trace(
         resolved,
         sends=[(d, m, t) for is_send, d, m, t in messages if is_send],
         receives=[(d, m, t) for is_send, d, m, t in messages if not is_send],
+        core_share=min(1.0, sum(record.core_ns) / busy_ns) if alone and busy_ns else None,
     )
 
 
@@ -221,6 +226,7 @@ def write_measurements(
         "peak_bytes": [g[4].peak_bytes for g in pipeline],
         "state_bytes": [g[4].state_bytes for g in pipeline],
         "process_peak_bytes": [g[4].process_peak_bytes for g in pipeline],
+        "core_share": _core_shares(timed),
         "wall_s": wall_s,
         "device": device_fingerprint(backend.device),
         "threads": torch.get_num_threads(),
@@ -235,6 +241,14 @@ def write_measurements(
     ]
     write_text(out / "timelines.json", json.dumps({"iterations": timelines}) + "\n")
     write_text(out / "measured.json", json.dumps(measured, indent=1) + "\n")
+
+
+def _core_shares(timed: Sequence[Sequence[StageTrace]]) -> list[float] | None:
+    """Median share of its ops' time that each stage had a core; below one, other work slowed the run."""
+    shares = [[stage.core_share for stage in stages] for stages in zip(*timed, strict=True)]
+    if any(share is None for stage in shares for share in stage):
+        return None
+    return [statistics.median(share for share in stage if share is not None) for stage in shares]
 
 
 def device_fingerprint(device: torch.device) -> dict[str, Any]:
