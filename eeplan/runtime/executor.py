@@ -179,10 +179,10 @@ class _Iteration:
         group = self.channels.forward_group if forward else self.channels.backward_group
         while self.sending and self.sending[0][0].is_completed():
             self.sending.popleft()
-        work = dist.isend(tensor, dst=target, group=group, tag=microbatch)
-        self.sending.append((work, tensor))
         direction: Direction = "forward" if forward else "backward"
         self.record.messages.append(MarkedMessage(direction, microbatch, True, self.clock.mark()))
+        work = dist.isend(tensor, dst=target, group=group, tag=microbatch)
+        self.sending.append((work, tensor))
 
     def _receive(self, op: Op, microbatch: int) -> None:
         """Hand the posted receive to the op that needs it, and post the channel's next one."""
