@@ -43,7 +43,8 @@ def timeline(run: RunData, drawings: Mapping[str, str], shown: int) -> str:
         ),
         markup.figure(
             drawings["timeline"],
-            f"Numbers are microbatches. Vertical lines end the iteration, overhead included. {caption(run)}.",
+            "Numbers are microbatches. A measured gradient sync includes its wait for the other stages. "
+            f"Vertical lines end the iteration, overhead included. {caption(run)}.",
             "timeline.png",
             wide=True,
         ),
