@@ -1,0 +1,105 @@
+"""Figures of a sweep: time and memory over each axis of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from eeplan.files import write_bytes
+from eeplan.report.palette import EXIT_COLOURS, INK, PAPER
+from eeplan.report.style import WIDTH_IN, house_style, legend_above, new_figure, png
+from eeplan.report.words import size_unit, time_unit
+from eeplan.sweep_axes import Axis
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+MOST_LINES = 6
+"""As many hues as can be told apart."""
+
+
+def write_figures(table: pd.DataFrame, axes: Sequence[Axis], folder: Path, caption: str) -> list[Path]:
+    """Draw the sweep into ``folder``, one PNG per axis with at least two numbers.
+
+    Returns:
+        The files written, named after the axes.
+
+    Raises:
+        FileError: the folder cannot be written.
+    """
+    written = []
+    for axis in axes:
+        if len(_numbers(axis)) >= 2 and table["feasible"].any():
+            path = folder / f"{axis.key}.png"
+            write_bytes(path, png(axis_figure(table, axis, _lines_of(axis, axes), caption)))
+            written.append(path)
+    return written
+
+
+def axis_figure(table: pd.DataFrame, axis: Axis, lines: Axis | None, caption: str) -> Figure:
+    """Iteration time and peak memory over one axis.
+
+    Args:
+        table: of :func:`eeplan.sweep.sweep`.
+        axis: along the bottom.
+        lines: one line for each of its values; None draws one line.
+        caption: device and batch.
+
+    Each point is the least of all feasible rows that it stands for, so that axes not drawn are at their best.
+    """
+    feasible = table[table["feasible"]]
+    columns = (("iteration_time_s", "iteration time", time_unit), ("peak_bytes", "peak memory", size_unit))
+    names = [None] if lines is None else list(lines.values)
+    with house_style():
+        figure = new_figure(WIDTH_IN, 3.6, f"Over {axis.key}", caption)
+        handles = []
+        for panel, (column, title, unit_of) in enumerate(columns, start=1):
+            plot = figure.add_subplot(1, 2, panel)
+            unit, scale = unit_of(float(feasible[column].median()))
+            for number, name in enumerate(names):
+                colour = INK if lines is None else EXIT_COLOURS[number % len(EXIT_COLOURS)]
+                points = list(_points(feasible, axis, lines, name, column))
+                style: dict[str, Any] = {"color": colour, "marker": "o", "markeredgecolor": PAPER}
+                plot.plot(
+                    [x for x, _ in points], [y / scale for _, y in points],
+                    markersize=4.5, linewidth=1.3, gid=f"{column}-{name}", **style,
+                )  # fmt: skip
+                if panel == 1 and lines is not None:
+                    handles.append(Line2D([], [], label=f"{lines.key.split('.')[-1]} {name}", **style))
+            plot.set_xlabel(axis.key)
+            plot.set_ylabel(f"{title} ({unit})")
+            plot.set_ylim(bottom=0)
+            plot.grid(axis="y")
+        if handles:
+            legend_above(figure.axes[0], handles, columns=min(3, len(handles)))
+    return figure
+
+
+def _points(
+    feasible: pd.DataFrame, axis: Axis, lines: Axis | None, name: Any, column: str
+) -> Iterator[tuple[float, float]]:
+    rows = feasible if lines is None else feasible[feasible[lines.key] == name]
+    least = rows.groupby(axis.key)[column].min()
+    for x in _numbers(axis):
+        if x in least.index:
+            yield x, float(least.loc[x])
+
+
+def _numbers(axis: Axis) -> list[Any]:
+    return sorted({value for value in axis.values if type(value) in (int, float)})
+
+
+def _lines_of(axis: Axis, axes: Sequence[Axis]) -> Axis | None:
+    """The other axis with the most values that still can be told apart."""
+    others = [
+        other
+        for other in axes
+        if other is not axis
+        and 2 <= len(other.values) <= MOST_LINES
+        and not any(isinstance(value, list | dict) for value in other.values)
+    ]
+    return max(others, key=lambda other: len(other.values), default=None)
