@@ -7,19 +7,21 @@ traceback, and for a failed ``doctor``.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from eeplan import __version__
-from eeplan.console import Progress, open_progress
+from eeplan import __version__, cli_planning
+from eeplan.cli_output import Json, PlanFile, RunFile
+from eeplan.cli_output import print_json as _print_json
+from eeplan.cli_output import print_result as _print
+from eeplan.cli_output import work as _work
 from eeplan.errors import EeplanError
 
 # Typer's rich mode would cost 0.1 s for every --help.
@@ -33,10 +35,7 @@ data_app = typer.Typer(rich_markup_mode=None, help="Build training data.")
 bench_app = typer.Typer(rich_markup_mode=None, help="Time eeplan's own parts.")
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
-
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, alone on stdout.")]
-RunFile = Annotated[Path, typer.Argument(metavar="RUN", help="Run file (run.yaml).")]
-PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="Plan file (plan.yaml).")]
+app.add_typer(cli_planning.app)
 
 
 @dataclass(slots=True)
@@ -324,25 +323,5 @@ def bench_simulator(as_json: Json = False) -> None:
     _print(as_json, result, lambda: (bench_table(result),))
 
 
-@contextlib.contextmanager
-def _work() -> Iterator[Progress]:
-    """Progress for the body; what it or a library prints goes to stderr, since stdout is for results."""
-    with contextlib.redirect_stdout(sys.stderr), open_progress() as progress:
-        yield progress
-
-
 def _read_json(path: Path) -> Any:
     return json.loads(path.read_text())
-
-
-def _print(as_json: bool, result: Any, tables: Callable[[], Sequence[Any]]) -> None:
-    if as_json:
-        _print_json(result)
-        return
-    from eeplan.views import show
-
-    show(tables(), sys.stdout)
-
-
-def _print_json(result: Any) -> None:
-    print(json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False))

@@ -55,7 +55,8 @@ def axis_figure(table: pd.DataFrame, axis: Axis, lines: Axis | None, caption: st
     columns = (("iteration_time_s", "iteration time", time_unit), ("peak_bytes", "peak memory", size_unit))
     names = [None] if lines is None else list(lines.values)
     with house_style():
-        figure = new_figure(WIDTH_IN, 3.6, f"Over {axis.key}", caption)
+        by = "" if lines is None else f", one line per {lines.key}"
+        figure = new_figure(WIDTH_IN, 3.6, f"Time and memory over {axis.key}{by}", caption)
         handles = []
         for panel, (column, title, unit_of) in enumerate(columns, start=1):
             plot = figure.add_subplot(1, 2, panel)
@@ -69,13 +70,13 @@ def axis_figure(table: pd.DataFrame, axis: Axis, lines: Axis | None, caption: st
                     markersize=4.5, linewidth=1.3, gid=f"{column}-{name}", **style,
                 )  # fmt: skip
                 if panel == 1 and lines is not None:
-                    handles.append(Line2D([], [], label=f"{lines.key.split('.')[-1]} {name}", **style))
+                    handles.append(Line2D([], [], label=str(name), **style))
             plot.set_xlabel(axis.key)
             plot.set_ylabel(f"{title} ({unit})")
             plot.set_ylim(bottom=0)
             plot.grid(axis="y")
         if handles:
-            legend_above(figure.axes[0], handles, columns=min(3, len(handles)))
+            legend_above(figure.axes[0], handles)
     return figure
 
 

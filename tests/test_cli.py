@@ -30,6 +30,15 @@ SURFACE = {
     "doctor": {"--json"},
     "demo": {"--out", "--json"},
     "bench sim": {"--json"},
+    "validate paper": {"--data", "--json"},
+    "validate sailor": {"--data", "--link-bandwidth", "--link-latency", "--base-bytes", "--json"},
+    "import-ops": {
+        *("table", "--output", "-o", "--run", "--name", "--device-name", "--device-memory"),
+        *("--link-bandwidth", "--link-latency", "--base-bytes", "--date", "--json"),
+    },
+    "flags emit": {"plan", "--for", "--output", "-o", "--json"},
+    "flags read": {"script", "--output", "-o", "--define", "--vocab-size", "--json"},
+    "sweep": {"run", "--profile", "--output", "-o", "--set", "--figures", "--json"},
 }
 
 

@@ -1,0 +1,40 @@
+"""What all commands share: arguments of the same name, progress, and how results are printed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from eeplan.console import Progress, open_progress
+
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, alone on stdout.")]
+RunFile = Annotated[Path, typer.Argument(metavar="RUN", help="Run file (run.yaml).")]
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="Plan file (plan.yaml).")]
+
+
+@contextlib.contextmanager
+def work() -> Iterator[Progress]:
+    """Progress for the body; what it or a library prints goes to stderr, since stdout is for results."""
+    with contextlib.redirect_stdout(sys.stderr), open_progress() as progress:
+        yield progress
+
+
+def print_result(as_json: bool, result: Any, tables: Callable[[], Sequence[Any]]) -> None:
+    """Print a result: one JSON document, or tables for people."""
+    if as_json:
+        print_json(result)
+        return
+    from eeplan.views import show
+
+    show(tables(), sys.stdout)
+
+
+def print_json(result: Any) -> None:
+    """Print one JSON document."""
+    print(json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False))
