@@ -35,6 +35,9 @@ from eeplan.spec import RunSpec
 PARAMETER_TOLERANCE = 0.03
 """Biases and position embeddings, which a run file's model lacks, stay below this; another model does not."""
 
+HEAD_SHARE = 0.2
+"""A head may run at another efficiency than a layer, but not at five times it."""
+
 STATE_BYTES = {"fp32": 16.0, "bf16": 18.0}
 """Parameter, gradient, Adam's two moments, and with bf16 the fp32 master copy and gradient."""
 
@@ -68,7 +71,14 @@ class _Op:
     derived: bool
 
 
-def profile_from_table(table: OpTable, run: RunSpec, cluster: Cluster, date: str = "not stated") -> OpProfile:
+def profile_from_table(
+    table: OpTable,
+    run: RunSpec,
+    cluster: Cluster,
+    date: str = "not stated",
+    *,
+    check_model: bool = True,
+) -> OpProfile:
     """Make the profile that ``run`` needs, with every microbatch size the table has for its TP size.
 
     Args:
@@ -76,6 +86,7 @@ def profile_from_table(table: OpTable, run: RunSpec, cluster: Cluster, date: str
         run: gives the shape, the tensor parallel size and the microbatch size.
         cluster: links and memory.
         date: when the table was measured.
+        check_model: refuse a table that seems to be of another model, or without an output head.
 
     Raises:
         ProfileError: the table has no such tensor parallel size, or is of another model.
@@ -88,7 +99,8 @@ def profile_from_table(table: OpTable, run: RunSpec, cluster: Cluster, date: str
             f"op table '{table.name}' has no tensor_model_parallel_size {tp}; it has {have}; "
             "change the run file"
         )
-    _require_same_model(table, run)
+    if check_model:
+        _require_same_model(table, run)
     wanted = run.training.micro_batch_size
     ops: list[OpCost] = []
     for size in sorted({*measured, wanted}):
@@ -320,15 +332,39 @@ def _require_same_model(table: OpTable, run: RunSpec) -> None:
             f"op table '{table.name}' has layers of {layer} parameters per rank, the run file's have {mine}; "
             f"correct model.hidden_size, or set model.ffn_hidden_size near {fitting:.0f}"
         )
-    if _differ(head, vocabulary_parameters(run)):
+    # A head that shares the embedding's matrix may be listed without it.
+    embedding, matrix = table.bytes[tp][0].params_bytes // 4, vocabulary_parameters(run)
+    tied = head < PARAMETER_TOLERANCE * matrix
+    if _differ(embedding if tied else head, matrix, 2 * PARAMETER_TOLERANCE):
+        listed = embedding if tied else head
         raise ProfileError(
-            f"op table '{table.name}' has an output head of {head} parameters per rank, the run file's has "
-            f"{vocabulary_parameters(run)}; set model.vocab_size near {head * tp // model.hidden_size}"
+            f"op table '{table.name}' has a vocabulary matrix of {listed} parameters per rank, the run "
+            f"file's has {matrix}; set model.vocab_size near {listed * tp // model.hidden_size}"
+        )
+    _require_matrix_in_head(table, run)
+
+
+def _require_matrix_in_head(table: OpTable, run: RunSpec) -> None:
+    """Refuse a table whose last entry is only a norm and a loss.
+
+    Raises:
+        ProfileError: the head takes far less time than its matrix must, next to a layer.
+    """
+    tp = run.parallel.tensor_model_parallel_size
+    rows = table.times[table.micro_batch_sizes(tp)[-1], tp]
+    attention = 2 * run.training.seq_length * run.model.hidden_size // tp
+    expected = vocabulary_parameters(run) / (layer_parameters(run) + attention)
+    found = rows[-1].forward_s / rows[1].forward_s if rows[1].forward_s else expected
+    if found < HEAD_SHARE * expected:
+        raise ProfileError(
+            f"op table '{table.name}': its last entry takes {found:.2g} of a layer's forward time, and a "
+            f"vocabulary matrix has {expected:.2g} of a layer's operations; it lacks the output head, which "
+            "exits are made of"
         )
 
 
-def _differ(one: int, other: int) -> bool:
-    return abs(one - other) > PARAMETER_TOLERANCE * other
+def _differ(one: int, other: int, tolerance: float = PARAMETER_TOLERANCE) -> bool:
+    return abs(one - other) > tolerance * other
 
 
 def _assumptions(table: OpTable, run: RunSpec, base: int | None) -> str:

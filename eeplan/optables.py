@@ -10,8 +10,9 @@ A table gives seconds of forward, backward and update for every layer of one mod
                           kept_bytes,params_bytes]
 
 The first entry of a list is the input embedding, the last the output head with its loss, those between are
-the transformer layers. Bytes are per sequence: what a layer keeps for its backward (``act_mem_bytes``), and
-its fp32 parameters (``params_bytes``). This module only reads; ``optable_profile`` makes the profile.
+the transformer layers; a final norm with an entry of its own counts to the head. Bytes are per sequence: what
+a layer keeps for its backward (``act_mem_bytes``), and its fp32 parameters (``params_bytes``). This module
+only reads; ``optable_profile`` makes the profile.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import io
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +36,9 @@ Seconds = Annotated[FiniteFloat, Field(ge=0.0)]
 Bytes = Annotated[int, Field(ge=0)]
 _SIZE = re.compile(r"mb([1-9][0-9]*)_tp([1-9][0-9]*)\Z")
 _TENSOR_PARALLEL = re.compile(r"tp([1-9][0-9]*)\Z")
+
+NORM_SHARE = 0.01
+"""A norm has 2 h parameters at most, a layer 12 h^2 or so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +119,11 @@ def read_op_table(path: Path, name: str | None = None) -> OpTable:
     """
     where = f"op table {path}"
     if path.suffix.lower() == ".csv":
-        return _from_csv(path, where)
+        return _with_norm_in_head(_from_csv(path, where))
     document = read_json(path, "op table")
     if "profiles" in document:
-        return _from_collection(validate(document, _Collection, where), name, where)
-    return one_model_table(document, where)
+        return _with_norm_in_head(_from_collection(validate(document, _Collection, where), name, where))
+    return _with_norm_in_head(one_model_table(document, where))
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:
@@ -145,7 +149,7 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
 
 
 def one_model_table(document: Mapping[str, Any], where: str) -> OpTable:
-    """The table inside a parsed JSON file of one model; other keys are left to others.
+    """The table inside a parsed JSON file of one model, entry by entry; other keys are left to others.
 
     Raises:
         SchemaError: naming the key.
@@ -183,6 +187,24 @@ def _checked(
             "layers and head for every size, at least 3 entries"
         )
     return OpTable(name, source, parsed, _checked_bytes(memory, lengths.pop(), where))
+
+
+def _with_norm_in_head(table: OpTable) -> OpTable:
+    """The same table without a last layer that is only a norm, by its parameters."""
+    if not table.bytes or table.num_layers < 2:
+        return table
+    entries = next(iter(table.bytes.values()))
+    if entries[-2].params_bytes > NORM_SHARE * entries[1].params_bytes:
+        return table
+    times = {
+        size: (*rows[:-2], LayerTimes(*map(sum, zip(astuple(rows[-2]), astuple(rows[-1]), strict=True))))
+        for size, rows in table.times.items()
+    }
+    sizes = {
+        tp: (*rows[:-2], LayerBytes(*map(sum, zip(astuple(rows[-2]), astuple(rows[-1]), strict=True))))
+        for tp, rows in table.bytes.items()
+    }
+    return replace(table, times=times, bytes=sizes)
 
 
 def _checked_bytes(

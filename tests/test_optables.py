@@ -211,6 +211,40 @@ def test_a_table_of_another_model_is_refused_with_the_number_to_change(tmp_path:
         profile_from_table(table, make_run(parallel__tensor_model_parallel_size=2), CLUSTER)
 
 
+def test_a_norm_with_its_own_entry_counts_to_the_head(tmp_path: Path) -> None:
+    run = make_run(training__micro_batch_size=4)
+    content = document(run)
+    for rows in content["op_times_s"].values():
+        rows.insert(-1, [0.002, 0.003, 0.0])
+    parameters = content["layer_memory_per_sequence_bytes"]["tp1"]
+    parameters["params_bytes"].insert(-1, 4 * run.model.hidden_size)
+    parameters["act_mem_bytes"].insert(-1, 70)
+    table = read(tmp_path, content)
+    assert table.num_layers == 8
+    profile = profile_from_table(table, run, CLUSTER)
+    assert profile.cost("final_head", 4).forward.mean_s == pytest.approx(0.016 + 0.002)
+    assert profile.cost("final_head", 4).kept_bytes == 4 * 5070
+    assert profile.cost("layer", 4).forward.n == 8
+
+
+def test_a_table_without_an_output_head_is_refused(tmp_path: Path) -> None:
+    run = make_run(model__vocab_size=4096)
+    content = document(run)
+    for rows in content["op_times_s"].values():
+        rows[-1] = [1e-5, 1e-5, 0.0]
+    table = read(tmp_path, content)
+    with pytest.raises(ProfileError, match="it lacks the output head"):
+        profile_from_table(table, run, CLUSTER)
+    assert profile_from_table(table, run, CLUSTER, check_model=False).ops
+
+
+def test_a_tied_head_may_be_listed_without_its_matrix(tmp_path: Path) -> None:
+    run = make_run()
+    content = document(run)
+    content["layer_memory_per_sequence_bytes"]["tp1"]["params_bytes"][-1] = 4 * run.model.hidden_size
+    assert profile_from_table(read(tmp_path, content), run, CLUSTER).ops
+
+
 def test_one_size_makes_no_line(tmp_path: Path) -> None:
     content = document(make_run(), op_times_s={"mb1_tp1": entries(1)})
     with pytest.raises(ProfileError, match="a line to 2 needs two"):

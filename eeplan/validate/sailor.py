@@ -24,6 +24,7 @@ from eeplan.profile import Transfer
 from eeplan.schema import Model, validate
 from eeplan.sim.costs import (
     CostModel,
+    OpNumbers,
     StageCosts,
     cost_model,
     grad_sync_ns,
@@ -176,7 +177,7 @@ def _predict(
         # One matrix of scores is allocated once and written by every layer.
         process_base_bytes=base_bytes + score_bytes(run) * holds_scores(table, run),
     )
-    model = cost_model(run, profile_from_table(table, run, cluster), layout, ())
+    model = cost_model(run, profile_from_table(table, run, cluster, check_model=False), layout, ())
     stages = tuple(_stage(model, table, stage) for stage in range(layout.num_stages))
     costs = pipeline_costs(model, stages)
     times = np.array([costs.forward_ns]), np.array([costs.backward_ns])
@@ -243,25 +244,41 @@ def _equal_ffn(table: OpTable, config: _Config, tp: int) -> int:
 
 
 def _stage(model: CostModel, table: OpTable, stage: int) -> StageCosts:
-    """The stage with the parameters that the table has: the file's model has biases and positions, too."""
+    """One stage by the table's own entries on it, which need not all be alike."""
     costs = stage_costs(model, stage, (), "deferred")
-    tp = model.run.parallel.tensor_model_parallel_size
-    if tp not in table.bytes:
-        return costs
+    training, tp = model.run.training, model.run.parallel.tensor_model_parallel_size
     layout, optimizer = model.layout, model.profile.optimizer
     first = layout.first_layer(stage) if stage else 0
-    last = layout.last_layer(stage) + (stage == layout.num_stages - 1)
-    parameters = sum(entry.params_bytes for entry in table.bytes[tp][first : last + 1]) // 4
-    size_bytes = 4 * parameters
+    stop = layout.last_layer(stage) + 1 + (stage == layout.num_stages - 1)
+    if (training.micro_batch_size, tp) in table.times:
+        rows = table.times[training.micro_batch_size, tp][first:stop]
+        costs = replace(
+            costs,
+            forward_ns=to_ns(sum(row.forward_s for row in rows)),
+            backward_ns=to_ns(sum(row.backward_s for row in rows)),
+        )
+    if tp not in table.bytes:
+        return costs
+    entries = table.bytes[tp][first:stop]
+    # The received hidden states are kept as well.
+    received = costs.kept_bytes - sum(op.kept_bytes for op in _trunk_ops(model, stage))
+    parameters = sum(entry.params_bytes for entry in entries) // 4
     return replace(
         costs,
+        kept_bytes=received + training.micro_batch_size * sum(entry.kept_bytes for entry in entries),
         parameters=parameters,
         state_bytes=round(parameters * optimizer.state_bytes_per_parameter),
         optimizer_ns=to_ns(parameters * optimizer.per_parameter_s),
         data_sync_ns=to_ns(
-            ring_all_reduce_s(model.profile.all_reduce, size_bytes, model.run.parallel.data_parallel_size)
+            ring_all_reduce_s(model.profile.all_reduce, 4 * parameters, model.run.parallel.data_parallel_size)
         ),
     )
+
+
+def _trunk_ops(model: CostModel, stage: int) -> list[OpNumbers]:
+    ops = [model.ops["layer"]] * model.layout.layers_per_stage[stage]
+    ops += [model.ops["embedding"]] * (stage == 0)
+    return ops + [model.ops["final_head"]] * (stage == model.layout.num_stages - 1)
 
 
 def _tied_sync_ns(link: Transfer, table: OpTable, measured: MeasuredRun) -> int:

@@ -104,6 +104,28 @@ def test_runs_of_a_naive_simulator_are_predicted_exactly(tmp_path: Path) -> None
     assert result["without_siblings"] == []
 
 
+def test_layers_need_not_be_alike(tmp_path: Path) -> None:
+    """The naive simulator sums the entries of each stage, and so does the prediction."""
+
+    def uneven(d: dict[str, Any]) -> None:
+        for rows in d["op_times_s"].values():
+            for index, row in enumerate(rows):
+                row[0] *= 1 + index % 3
+        for run in d["runs"]:
+            size = f"mb{run['micro_batch_size']}_tp{run['tensor_parallel']}"
+            at, times = 0, ([], [])
+            for count in run["layers_per_stage"]:
+                for part in (0, 1):
+                    times[part].append(
+                        round(1e9 * sum(r[part] for r in d["op_times_s"][size][at : at + count]))
+                    )
+                at += count
+            microbatches = run["global_batch_size"] // run["micro_batch_size"] // run["data_parallel"]
+            run["measured_iteration_time_s"] = one_f_one_b_ns(*times, microbatches) / 1e9
+
+    assert validate_sailor(write(tmp_path, uneven))["op_times_only"]["time"]["max_abs"] < 1e-7
+
+
 def test_errors_are_signed_and_raw_predictions_never_see_measured_runs(tmp_path: Path) -> None:
     def slower(d: dict[str, Any]) -> None:
         for run in d["runs"]:
