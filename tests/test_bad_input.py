@@ -189,7 +189,10 @@ def plan_text(old: str, new: str) -> Arrange:
 
 PLAN_CASES: dict[str, tuple[Arrange, str]] = {
     "no file": (lambda: Path("plan.yaml").unlink(), "plan plan.yaml does not exist"),
-    "edited by hand": (plan_text("num_microbatches: 8", "num_microbatches: 9"), "it was edited after"),
+    "edited by hand": (
+        plan_text("num_microbatches: 8", "num_microbatches: 9"),
+        "it was edited, or written by another version",
+    ),
     "a weight edited by hand": (plan_text("effective_weight: 0", "effective_weight: 1"), "it was edited"),
     "a run file": (lambda: shutil.copy("run.yaml", "plan.yaml"), "plan plan.yaml: "),
     "cut in the middle": (
