@@ -103,7 +103,7 @@ def import_ops(
         cluster = Cluster(device_name or read.name, device_memory, link, link, base_bytes)
         made = profile_from_table(read, spec, cluster, date)
         require_writable_file(output, "profile")
-        write_yaml(output, made, f"Imported by `eeplan import-ops`.\n{read.source}")
+        write_yaml(output, made, "Imported by `eeplan import-ops`; source and licence under software.source.")
     result = {"profile": str(output)} | made.model_dump(mode="json")
     print_result(as_json, result, lambda: profile_tables(made))
 

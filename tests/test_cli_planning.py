@@ -77,7 +77,8 @@ def test_an_imported_table_plans_a_cluster(world: Path, capsys: pytest.CaptureFi
     assert result["profile"] == "new/profile.yaml"
     profile, _ = load_profile(Path("new/profile.yaml"))
     assert (profile.device.name, profile.date, profile.p2p.bandwidth_bytes_per_s) == ("G", "2024", 1e9)
-    assert Path("new/profile.yaml").read_text().startswith("# Imported by `eeplan import-ops`.\n# free\n")
+    assert Path("new/profile.yaml").read_text().startswith("# Imported by `eeplan import-ops`; source")
+    assert profile.software["source"] == "free"
     planned = as_json(capsys, "plan", "run.yaml", "--profile", "new/profile.yaml", "-o", "new/plan.yaml")
     assert "exit_norm" in planned["extrapolated_ops"]
     assert main(arguments) == 0
