@@ -1,8 +1,8 @@
 """The command line: parses, calls, prints. No logic, and nothing heavy is imported before it is needed.
 
 Results go to stdout (with ``--json`` one JSON document and nothing else), progress and errors to stderr. Exit
-codes: 0; 2 for an error of the input, told in one line; 130 after Ctrl-C; 1 for a bug of our own, with its
-traceback, and for a failed ``doctor``.
+codes: 0; 2 for an error of the input, told in one line; 75 for training that saved and ended on SIGTERM or
+SIGUSR1; 130 after Ctrl-C; 1 for a bug of our own, with its traceback, and for a failed ``doctor``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from eeplan.cli_output import Json, PlanFile, RunFile
 from eeplan.cli_output import print_json as _print_json
 from eeplan.cli_output import print_result as _print
 from eeplan.cli_output import work as _work
-from eeplan.errors import EeplanError
+from eeplan.errors import EeplanError, Preempted
 
 # Typer's rich mode would cost 0.1 s for every --help.
 app = typer.Typer(
@@ -52,6 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = typer.main.get_command(app)
         args = list(sys.argv[1:] if arguments is None else arguments)
         code = command.main(args, prog_name="eeplan", standalone_mode=False, obj=options)
+    except Preempted as stopped:
+        print(f"eeplan: {stopped}", file=sys.stderr)
+        return stopped.exit_code
     except EeplanError as error:
         return _fail(str(error), options)
     except typer.TyperException as error:
@@ -189,6 +192,9 @@ def train(
         int | None,
         typer.Option("--nproc", min=1, help="Processes; must be what the plan needs, as by default."),
     ] = None,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Begin anew instead of going on from checkpoints in DIR.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Train a plan on this machine, one process per rank."""
@@ -198,7 +204,7 @@ def train(
     with _work() as progress:
         checked = check_training(plan, out, nproc)
         with progress.step("train", announce=True):
-            run_ranks(plan, checked, out, progress)
+            run_ranks(plan, checked, out, progress, restart=restart)
     result = {"out": str(out), "measured": _read_json(out / "measured.json")}
     _print(as_json, result, lambda: (record_table("trained", result),))
 
@@ -223,36 +229,71 @@ def generate(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Checkpoint folder of a run.")],
     prompt: Annotated[str, typer.Option("--prompt", help="Text to continue.")],
     threshold: Annotated[
-        float,
-        typer.Option("--threshold", help="Leave at the first exit this confident; 1.0 never leaves early."),
+        list[float],
+        typer.Option(
+            "--threshold",
+            help="Leave at the first exit this confident; 1.0 never. Once for all exits, or once for each.",
+        ),
     ],
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 64,
+    mode: Annotated[
+        str, typer.Option("--mode", help="full, kv_recompute, catch_up or self_speculative.")
+    ] = "catch_up",
+    recompute_limit: Annotated[
+        int,
+        typer.Option("--recompute-limit", help="Most tokens that wait for deep layers, or are drafts."),
+    ] = 8,
+    exits: Annotated[
+        str | None, typer.Option("--exits", metavar="DEPTHS", help="Exits to use, as 2,4; else all.")
+    ] = None,
+    confidence: Annotated[
+        str, typer.Option("--confidence", help="max_probability, margin or entropy.")
+    ] = "max_probability",
+    first_early_token: Annotated[
+        int, typer.Option("--first-early-token", help="So many tokens go through all layers first.")
+    ] = 0,
     temperature: Annotated[
         float, typer.Option("--temperature", help="0 takes the likeliest token, more draws more freely.")
     ] = 0.0,
+    top_k: Annotated[int, typer.Option("--top-k", help="Draw from the k likeliest; 0 from all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option("--top-p", help="Draw from the likeliest that have this probability; 0 from all.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option("--repetition-penalty", help="Above 1 discourages tokens that are there already.")
+    ] = 1.0,
     seed: Annotated[int, typer.Option("--seed", help="Of the drawing.")] = 1,
     as_json: Json = False,
 ) -> None:
     """Continue a prompt and show the exit of every token."""
+    from eeplan.generation_view import GenerationView
     from eeplan.runtime.preflight import require_runtime
-    from eeplan.views import show_generation
 
+    # Made before the body, in which stdout is nobody's.
+    view = None if as_json else GenerationView(prompt, sys.stdout)
     with _work():
         require_runtime()
-        from eeplan.runtime.decode.generate import generate_text
+        from eeplan.runtime.decode.generate import generate_options, generate_text, parse_exits
 
-        result = generate_text(
-            checkpoint,
-            prompt,
+        options = generate_options(
             threshold=threshold,
             max_new_tokens=max_new_tokens,
+            mode=mode,
+            confidence=confidence,
+            exits=parse_exits(exits),
+            first_early_token=first_early_token,
             temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            repetition_penalty=repetition_penalty,
             seed=seed,
+            recompute_limit=recompute_limit,
         )
-    if as_json:
+        result = generate_text(checkpoint, prompt, options, on_token=view.token if view else None)
+    if view is None:
         _print_json(result)
     else:
-        show_generation(result, sys.stdout)
+        view.finish(result)
 
 
 @data_app.command("build")

@@ -132,8 +132,8 @@ def _profile(run_path: Path, profile_path: Path, progress: Progress) -> None:
     write_yaml(profile_path, profile, "Written by `eeplan demo`.")
     if profile.disturbed_share > BUSY_MACHINE:
         progress.line(
-            f"other work on this machine disturbed {profile.disturbed_share:.0%} of the samples; they are left "
-            "out, but training next to that work will be slower than planned"
+            f"other work on this machine disturbed {profile.disturbed_share:.0%} of the samples; they are "
+            "left out, but training next to that work will be slower than planned"
         )
 
 
@@ -163,19 +163,15 @@ def _train(out: Path, progress: Progress) -> None:
 
 def _generate(run_dir: Path, progress: Progress) -> None:
     """Continue each prompt, show the text, and leave ``samples.json`` for the report."""
-    from eeplan.runtime.decode.generate import generate_text
+    from eeplan.runtime.decode.generate import generate_options, generate_text
 
     samples = []
     for index, prompt in enumerate(PROMPTS):
         progress.update(index, len(PROMPTS), prompt)
-        result = generate_text(
-            run_dir,
-            prompt,
-            threshold=THRESHOLD,
-            max_new_tokens=NEW_TOKENS,
-            temperature=TEMPERATURE,
-            seed=index + 1,
+        options = generate_options(
+            threshold=THRESHOLD, max_new_tokens=NEW_TOKENS, temperature=TEMPERATURE, seed=index + 1
         )
+        result = generate_text(run_dir, prompt, options)
         samples.append({key: result[key] for key in ("prompt", "threshold", "tokens", "tokens_per_s")})
         early = sum(token["exit"] != "final" for token in result["tokens"])
         progress.line(

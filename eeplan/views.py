@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 _ASCII = str.maketrans({words.THIN: " ", words.MINUS: "-", words.MISSING: "-"})
 _STATUS_STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-_EXIT_STYLES = ("cyan", "green", "yellow", "magenta", "blue")
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,29 +309,6 @@ def bench_table(result: Mapping[str, Any]) -> Table:
 def record_table(title: str, record: Mapping[str, Any]) -> Table:
     """The scalar entries of a result, one a line; nested ones by dotted names."""
     return Table(title, tuple((name, _value(value)) for name, value in _flat(record)))
-
-
-def show_generation(result: Mapping[str, Any], stream: TextIO) -> None:
-    """Generated text; each token in the colour of the exit that emitted it, or marked in plain text."""
-    tokens = result["tokens"]
-    names = sorted({token["exit"] for token in tokens}, key=lambda name: (name == "final", len(name), name))
-    shares = ", ".join(f"{name} {sum(t['exit'] == name for t in tokens)}" for name in names)
-    if not stream.isatty():
-        print(result["prompt"] + "".join(token["text"] for token in tokens), file=stream)
-        print(f"\ntokens by exit: {shares}", file=stream)
-        return
-    from rich.console import Console
-    from rich.text import Text
-
-    styles = {name: "default" if name == "final" else _EXIT_STYLES[i % 5] for i, name in enumerate(names)}
-    text = Text()
-    text.append(result["prompt"], style="bold")
-    for token in tokens:
-        text.append(token["text"], style=styles[token["exit"]])
-    legend = Text("\ntokens by exit: ")
-    for name in names:
-        legend.append(f"{name} {sum(t['exit'] == name for t in tokens)}  ", style=styles[name])
-    Console(file=stream).print(text, legend, sep="\n")
 
 
 def _show_rich(tables: Iterable[Table], stream: TextIO) -> None:

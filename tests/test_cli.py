@@ -21,10 +21,12 @@ SURFACE = {
     "profile": {"run", "--output", "-o", "--json"},
     "plan": {"run", "--profile", "--output", "-o", "--usage", "--json"},
     "simulate": {"plan", "--trace", "--ascii", "--width", "--json"},
-    "train": {"plan", "--out", "--nproc", "--json"},
+    "train": {"plan", "--out", "--nproc", "--restart", "--json"},
     "report": {"run_dir", "--output", "-o", "--json"},
     "generate": {
         *("checkpoint", "--prompt", "--threshold", "--max-new-tokens", "--temperature", "--seed", "--json"),
+        *("--mode", "--recompute-limit", "--exits", "--confidence", "--first-early-token"),
+        *("--top-k", "--top-p", "--repetition-penalty"),
     },
     "data build": {"inputs", "--output", "-o", "--tokenizer", "--vocab-size", "--json"},
     "doctor": {"--json"},
@@ -130,7 +132,7 @@ def test_train_starts_the_ranks_that_the_plan_needs(
 ) -> None:
     calls = []
 
-    def fake_launch(module: str, args: list[str], *, nproc: int, log: Path, on_line: Any) -> None:
+    def fake_launch(module: str, args: list[str], *, nproc: int, log: Path, on_line: Any, **_: Any) -> None:
         calls.append((module, args, nproc, log))
         on_line(" iteration        1/       4 | lm loss: 5.0")
         Path("out").mkdir()
@@ -162,7 +164,8 @@ def test_what_libraries_print_stays_off_stdout(
 ) -> None:
     def noisy(*args: Any, **kwargs: Any) -> dict[str, Any]:
         print("a library is talking")
-        return {"prompt": "a", "text": "b", "tokens": [{"text": "b", "exit": "exit_4"}]}
+        numbers = {"tokens_per_s": 9.0, "mean_depth": 4.0, "mode": "catch_up", "drafts": None}
+        return {"prompt": "a", "text": "b", "exits": {"exit_4": 1, "final": 0}, **numbers}
 
     monkeypatch.setattr("eeplan.runtime.decode.generate.generate_text", noisy)
     command = ["generate", "run", "--prompt", "a", "--threshold", "0.5"]
@@ -171,7 +174,7 @@ def test_what_libraries_print_stays_off_stdout(
     assert json.loads(captured.out)["text"] == "b"
     assert "a library is talking" in captured.err
     assert main(command) == 0
-    assert capsys.readouterr().out == "ab\n\ntokens by exit: exit_4 1\n"
+    assert capsys.readouterr().out.startswith("ab\n\ntokens by exit: exit_4 1\nmode catch_up: 9.0")
 
 
 def test_bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,10 +32,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         assert not (out / "plan.yaml").exists(), "an old run is in the way"
         write_plan(out / "plan.yaml", plan)
 
-    def generate_text(checkpoint: Path, prompt: str, **options: Any) -> dict[str, Any]:
+    def generate_text(checkpoint: Path, prompt: str, options: Any) -> dict[str, Any]:
         made.append("generate")
         tokens = [{"text": "x", "id": 1, "exit": "final", "confidence": 0.5}]
-        more = {"prompt": prompt, "text": "x", "threshold": options["threshold"], "tokens_per_s": 9.0}
+        more = {"prompt": prompt, "text": "x", "threshold": options.policy.threshold, "tokens_per_s": 9.0}
         return {"tokens": tokens, "seconds": 1.0, **more}
 
     def write_report(run_dir: Path, out: Path) -> dict[str, Any]:

@@ -16,19 +16,8 @@ from eeplan.views import (
     profile_tables,
     record_table,
     show,
-    show_generation,
     summary_tables,
 )
-
-GENERATED = {
-    "prompt": "Say",
-    "tokens": [
-        {"text": " a", "exit": "exit_4"},
-        {"text": " b", "exit": "exit_10"},
-        {"text": " c", "exit": "final"},
-        {"text": " d", "exit": "exit_4"},
-    ],
-}
 
 
 class FakeTerminal(io.StringIO):
@@ -81,13 +70,3 @@ def test_plain_numbers_have_plain_spaces_and_signs() -> None:
 
 def test_records_are_flattened() -> None:
     assert plain(record_table("t", {"a": {"b": 1.23456, "c": [1, 2]}})) == "t\n  a.b  1.235\n  a.c  1, 2"
-
-
-def test_generated_text_shows_its_exits() -> None:
-    in_pipe, on_terminal = io.StringIO(), FakeTerminal()
-    show_generation(GENERATED, in_pipe)
-    assert in_pipe.getvalue() == "Say a b c d\n\ntokens by exit: exit_4 2, exit_10 1, final 1\n"
-    show_generation(GENERATED, on_terminal)
-    assert "\x1b[36m a" in on_terminal.getvalue()
-    assert "\x1b[32m b" in on_terminal.getvalue()
-    assert "final 1" in on_terminal.getvalue()

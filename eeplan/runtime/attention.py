@@ -1,14 +1,14 @@
 """Core attention on ``torch.nn.functional.scaled_dot_product_attention``.
 
-Goes into megatron-core's SelfAttention through the layer spec. It keeps no [s, s] matrix, on CPU or GPU, and
-it can read keys and values from a store while decoding.
+Goes into megatron-core's SelfAttention through the layer spec. It keeps no [s, s] matrix, on CPU or GPU.
+Decoding has its own (``decode.network``).
 
-Shape suffixes: S query positions, K key positions, B batch, N query heads, G key/value heads, D channels.
+Shape suffixes: S positions, B batch, N query heads, G key/value heads, D channels.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -16,19 +16,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-
-
-class KeyValueView(Protocol):
-    """One layer's window on a key/value store, while a decoder runs that layer."""
-
-    def extend(self, key_SBGD: Tensor, value_SBGD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Store new keys and values.
-
-        Returns:
-            All keys [K, B, G, D] and values [K, B, G, D] to attend to, and a boolean mask [B or 1, 1, S, K]
-            that is True where a query may look, or None when every query may look at every key.
-        """
-        ...
 
 
 class SdpaCoreAttention(torch.nn.Module):
@@ -48,8 +35,6 @@ class SdpaCoreAttention(torch.nn.Module):
         super().__init__()
         self.softmax_scale = softmax_scale
         self.dropout_p = config.attention_dropout if attention_dropout is None else attention_dropout
-        self.store: KeyValueView | None = None
-        """Set by a decoder around one forward; None while training."""
 
     def forward(
         self,
@@ -65,23 +50,18 @@ class SdpaCoreAttention(torch.nn.Module):
 
         Args:
             query: [S, B, N, D]; key, value: [S, B, G, D]. Rotary embedding is already applied.
-            attention_mask: ignored; the mask is causal, or the store's.
+            attention_mask: ignored; the mask is causal.
 
         Returns:
             [S, B, N * D].
         """
-        mask: Tensor | None = None
-        causal = self.store is None
-        if self.store is not None:
-            key, value, mask = self.store.extend(key, value)
-        query_BNSD, key_BGKD, value_BGKD = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        query_BNSD, key_BGSD, value_BGSD = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         context_BNSD = scaled_dot_product_attention(
             query_BNSD,
-            key_BGKD,
-            value_BGKD,
-            attn_mask=mask,
+            key_BGSD,
+            value_BGSD,
             dropout_p=self.dropout_p if self.training else 0.0,
-            is_causal=causal,
+            is_causal=True,
             scale=self.softmax_scale,
             enable_gqa=query.shape[2] != key.shape[2],
         )

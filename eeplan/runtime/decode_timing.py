@@ -1,9 +1,9 @@
 """Times the ops of a decode step by number of rows, and what the decode loop spends around them.
 
-A miniature of the decoded model, with as many layers as the caches cannot hold, runs forward op by op on
-consecutive positions of one sequence, with keys and values of the positions before in a store. Exit checks
-stand between the layers as in a model with exits, so that a vocabulary matrix they share has left the caches
-as far as it would there.
+A miniature of the decoded model, with as many layers as the caches cannot hold, runs forward op by op through
+the decoder's own network, on consecutive positions of one sequence, with keys and values of those before.
+Exit checks stand between the layers as in a model with exits, so that a vocabulary matrix they share has left
+the caches as far as it would there.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from torch import Tensor
 from eeplan.profile import DecodeCosts, DecodeOpCost, OpName
 from eeplan.runtime.backend import Backend
 from eeplan.runtime.clock import Clock
-from eeplan.runtime.decode.kv import KeyValueStore, attached
-from eeplan.runtime.decode.policy import confidence_of, exit_policy
-from eeplan.runtime.decode.recompute import RecomputeDecoder, attention_modules, make_decoder
+from eeplan.runtime.decode.decoder import ExitDecoder
+from eeplan.runtime.decode.modes import make_decoder
+from eeplan.runtime.decode.network import DecodeNetwork
+from eeplan.runtime.decode.policy import exit_policy, judge
 from eeplan.runtime.decode.sampling import Sampling
 from eeplan.runtime.launch import available_cores
 from eeplan.runtime.model import EarlyExitGPT, ExitSpec, StageSpec, build_model
@@ -126,62 +127,53 @@ class _Step:
     """One decode step on some rows, op by op."""
 
     def __init__(self, model: EarlyExitGPT, context: int, rows: int) -> None:
-        weight = next(model.parameters())
-        self.attention = attention_modules(model)
-        self.store = KeyValueStore(
-            num_layers=len(self.attention),
-            capacity=context + rows,
-            num_query_groups=model.run.model.query_groups,
-            head_dim=model.run.model.head_dim,
-            dtype=weight.dtype,
-            device=weight.device,
-        )
-        self.store.valid_LP[:] = True
-        self.window = self.store.rows(context, context + rows)
-        self.tokens = torch.randint(0, model.run.model.vocab_size, (1, rows), device=weight.device)
-        self.chain = list(_chain(model, context, rows))
+        vocab_size = model.run.model.vocab_size
+        network = DecodeNetwork(model, context + rows, vocab_size)
+        network.store.suppose_filled(context)
+        self.tokens = torch.randint(0, vocab_size, (rows,)).tolist()
+        self.chain = list(_chain(network, self.tokens, context))
 
     def run(self, around: Callable[[_Op, Tensor], Tensor]) -> None:
         """Run all ops, each through ``around``."""
-        with attached(self.attention, self.window):
-            hidden = self.tokens
-            for op in self.chain:
-                hidden = around(op, hidden)
+        hidden = torch.empty(0)
+        for op in self.chain:
+            hidden = around(op, hidden)
 
 
-def _chain(model: EarlyExitGPT, context: int, rows: int) -> Iterator[_Op]:
-    rotary = model.rotary(context + rows)[context:]
-    positions = torch.arange(context, context + rows, device=rotary.device)[None]
-    vocab_size, stage = model.run.model.vocab_size, model.stage_spec
-
-    def check(depth: int, hidden: Tensor) -> Tensor:
-        confidence_of(model.exit_logits(depth, hidden, rotary)[-1, 0, :vocab_size])
+def _chain(network: DecodeNetwork, tokens: list[int], context: int) -> Iterator[_Op]:
+    def check(exit_: ExitSpec, hidden: Tensor) -> Tensor:
+        read = hidden
+        if exit_.head == "block":
+            # The layer inside runs on all rows; only the current token's logits are wanted.
+            read = network.run_block(exit_.depth, hidden, context)[-1:]
+        judge(network.exit_logits(exit_.depth, read)[-1])
         return hidden
 
     def emit(hidden: Tensor) -> Tensor:
-        logits_V = model.final_logits(hidden)[-1, 0, :vocab_size]
-        confidence_of(logits_V)
-        int(logits_V.argmax())
+        logits_V = network.final_logits(hidden)[-1]
+        judge(logits_V)
+        float(logits_V[int(logits_V.argmax())])
         return hidden
 
     def layer(index: int, hidden: Tensor) -> Tensor:
-        return model.run_layers(hidden, rotary, index, index + 1)
+        return network.run_layers(hidden, context, index, index + 1)
 
-    yield _Op("embedding", lambda tokens: model.embed(tokens, positions))
-    for depth in range(1, stage.last_layer + 1):
+    yield _Op("embedding", lambda _: network.embed(tokens))
+    for depth in range(1, network.num_layers + 1):
         yield _Op("layer", partial(layer, depth - 1))
-        for exit_ in stage.exits:
-            if exit_.depth == depth or (exit_.depth > depth == stage.last_layer):
-                yield _Op(EXIT_OPS[exit_.head], partial(check, exit_.depth))
+        for exit_ in network.exits:
+            if exit_.depth == depth or (exit_.depth > depth == network.num_layers):
+                yield _Op(EXIT_OPS[exit_.head], partial(check, exit_))
     yield _Op("final_head", emit)
 
 
-def _decoder_at(model: EarlyExitGPT, context: int) -> RecomputeDecoder:
+def _decoder_at(model: EarlyExitGPT, context: int) -> ExitDecoder:
     """A decoder whose next step is at position ``context`` and goes through all layers unchecked."""
     decoder = make_decoder(
-        model, exit_policy(1.0), Sampling(), seed=1, recompute_limit=0, capacity=context + 1
+        model, "full", exit_policy(1.0), Sampling(), seed=1, recompute_limit=0, capacity=context + 1
     )
-    decoder.store.valid_LP[:] = True
+    assert isinstance(decoder, ExitDecoder), "mode full has no drafts"
+    decoder.rows.network.store.suppose_filled(context)
     return decoder
 
 
@@ -195,11 +187,11 @@ class _Rounds:
 
 
 def _time_rounds(
-    steps: dict[int, _Step], decoder: RecomputeDecoder, clock: Clock, seconds: float, min_rounds: int
+    steps: dict[int, _Step], decoder: ExitDecoder, clock: Clock, seconds: float, min_rounds: int
 ) -> _Rounds:
     """Every round runs a step of each number of rows and a whole step of the decoder."""
     rounds = _Rounds({}, [])
-    context = decoder.store.capacity - 1
+    context = decoder.rows.network.store.capacity - 1
     clock.start()
     deadline = 0.0
     done = -WARM_UP_ROUNDS
@@ -207,7 +199,7 @@ def _time_rounds(
         marks: list[tuple[tuple[OpName, int], Mark, Mark]] = []
         for rows, step in steps.items():
             step.run(partial(_timed, clock, marks, rows))
-        decoder.length = context
+        decoder.rows.length = context
         start = clock.mark()
         decoder.step(0)
         end = clock.mark()

@@ -1,12 +1,13 @@
 """The oracle of every decoding mode: compute all layers and all exits at all positions, for every token anew.
 
-The token is emitted at the first exit whose largest probability reaches the threshold, else at the final
-one; a threshold of 1 or more never leaves early. No cache, no batching, no early stop.
+The token is emitted at the first exit whose confidence reaches its threshold, else at the final one; a
+threshold of 1 or more never leaves early. No cache, no batching, no early stop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,27 @@ class NaiveToken:
     token: int
     exit: str
     confidence: float
+    logprob: float
+    """By the emitting exit's distribution."""
+
+
+def max_probability(logits_V: Tensor) -> float:
+    """The largest probability."""
+    return float(logits_V.softmax(-1).max())
+
+
+def margin(logits_V: Tensor) -> float:
+    """Distance between the two largest probabilities."""
+    first, second = logits_V.softmax(-1).sort(descending=True).values[:2]
+    return float(first - second)
+
+
+def entropy(logits_V: Tensor) -> float:
+    """1 for a certain token, 0 for a uniform distribution."""
+    return 1.0 - float(torch.distributions.Categorical(logits=logits_V).entropy()) / math.log(len(logits_V))
+
+
+MEASURES = {"max_probability": max_probability, "margin": margin, "entropy": entropy}
 
 
 def greedy(logits_V: Tensor) -> int:
@@ -36,19 +58,32 @@ def decode(
     run: RunSpec,
     exits: Sequence[PlannedExit],
     prompt: Sequence[int],
-    threshold: float,
+    threshold: float | Mapping[str, float],
     max_new_tokens: int,
     pick: Callable[[Tensor], int] = greedy,
+    measure: str = "max_probability",
+    first_early_token: int = 0,
 ) -> list[NaiveToken]:
-    """Generate tokens after ``prompt``; ``pick`` chooses from the logits of the emitting exit."""
+    """Generate tokens after ``prompt``.
+
+    Args:
+        threshold: of every early exit, or by name; exits without one are not used.
+        pick: chooses from the logits of the emitting exit.
+    """
     text, result = list(prompt), []
-    for _ in range(max_new_tokens):
+    for index in range(max_new_tokens):
         with torch.no_grad():
             every = gpt.logits(params, run, exits, torch.tensor([text]))
         last = {name: value[0, -1, : run.model.vocab_size] for name, value in every.items()}
-        confidences = {name: float(value.softmax(-1).max()) for name, value in last.items()}
-        confident = [name for name in last if threshold < 1 and confidences[name] >= threshold]
-        name = (confident or ["final"])[0]
-        result.append(NaiveToken(pick(last[name]), name, confidences[name]))
+        confidences = {name: MEASURES[measure](value) for name, value in last.items()}
+        due = {
+            name: threshold.get(name, 1.0) if isinstance(threshold, Mapping) else threshold for name in last
+        }
+        confident = [name for name in last if due[name] < 1 and confidences[name] >= due[name]]
+        early = [name for name in confident if name != "final" and index >= first_early_token]
+        name = (early or ["final"])[0]
+        token = pick(last[name])
+        logprob = float(last[name].log_softmax(-1)[token])
+        result.append(NaiveToken(token, name, confidences[name], logprob))
         text.append(result[-1].token)
     return result

@@ -15,12 +15,23 @@ from builders import make_plan, make_run
 from eeplan.errors import CheckpointError, DecodeError
 from eeplan.plan import load_plan, write_plan
 from eeplan.runtime import backend, checkpoint
-from eeplan.runtime.decode.generate import continue_prompt, generate_options, generate_text
+from eeplan.runtime.decode.generate import (
+    continue_prompt,
+    generate_options,
+    generate_text,
+    parse_exits,
+)
+from eeplan.runtime.decode.modes import MODES
+from eeplan.runtime.decode.network import DecodeNetwork
 from eeplan.runtime.model import EarlyExitGPT, build_model, whole_model_spec
 from eeplan.runtime.tokenizer import byte_tokenizer
 
 SEQ_LENGTH = 48
 PROMPT = "def main("
+
+
+def generated(checkpoint: Path, prompt: str, on_token: Any = None, **options: Any) -> dict[str, Any]:
+    return generate_text(checkpoint, prompt, generate_options(**options), on_token)
 
 
 @dataclass(frozen=True)
@@ -58,7 +69,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
 
 
 def test_threshold_one_is_the_full_model_token_for_token(trained: Trained) -> None:
-    result = generate_text(trained.folder, PROMPT, threshold=1.0, max_new_tokens=20)
+    result = generated(trained.folder, PROMPT, threshold=1.0, max_new_tokens=20)
     text = list(PROMPT.encode())
     with torch.no_grad():
         for _ in range(20):
@@ -71,7 +82,7 @@ def test_threshold_one_is_the_full_model_token_for_token(trained: Trained) -> No
 
 def test_result_is_consistent(trained: Trained) -> None:
     streamed: list[dict[str, Any]] = []
-    result = generate_text(
+    result = generated(
         trained.folder, PROMPT, threshold=0.4, max_new_tokens=25, recompute_limit=3, on_token=streamed.append
     )
     assert streamed == result["tokens"]
@@ -89,7 +100,9 @@ def test_result_is_consistent(trained: Trained) -> None:
 
 def test_recompute_limit_changes_work_but_no_token(trained: Trained) -> None:
     results = [
-        generate_text(trained.folder, PROMPT, threshold=0.4, max_new_tokens=25, recompute_limit=limit)
+        generated_by(
+            trained.model, threshold=0.4, max_new_tokens=25, mode="kv_recompute", recompute_limit=limit
+        )
         for limit in (0, 2, 20)
     ]
     ids = [[(t["id"], t["exit"]) for t in result["tokens"]] for result in results]
@@ -100,7 +113,7 @@ def test_recompute_limit_changes_work_but_no_token(trained: Trained) -> None:
 
 def test_seed_decides_the_sampled_text(trained: Trained) -> None:
     def text(seed: int) -> list[int]:
-        result = generate_text(
+        result = generated(
             trained.folder,
             PROMPT,
             threshold=0.9,
@@ -116,44 +129,90 @@ def test_seed_decides_the_sampled_text(trained: Trained) -> None:
 
 
 def test_ends_when_the_sequence_is_full(trained: Trained) -> None:
-    result = generate_text(trained.folder, PROMPT, threshold=1.0, max_new_tokens=1000)
+    result = generated(trained.folder, PROMPT, threshold=1.0, max_new_tokens=1000)
     assert (result["stopped"], len(result["tokens"])) == ("seq_length", SEQ_LENGTH - len(PROMPT) + 1)
-    longest = generate_text(trained.folder, "x" * SEQ_LENGTH, threshold=1.0, max_new_tokens=5)
+    longest = generated(trained.folder, "x" * SEQ_LENGTH, threshold=1.0, max_new_tokens=5)
     assert (longest["stopped"], len(longest["tokens"])) == ("seq_length", 1)
     assert longest["layers_per_token"] is None
 
 
-def test_ends_at_end_of_text(trained: Trained) -> None:
+def test_ends_at_end_of_text(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head whose every position prefers the end-of-text token stops at once."""
     tokenizer = byte_tokenizer()
-    forward = trained.model.final_logits
+    forward = DecodeNetwork.final_logits
 
-    def prefer_end(hidden: torch.Tensor) -> torch.Tensor:
-        logits = forward(hidden).clone()
+    def prefer_end(self: DecodeNetwork, hidden: torch.Tensor) -> torch.Tensor:
+        logits = forward(self, hidden)
         logits[..., tokenizer.eod] = 1e4
         return logits
 
-    trained.model.final_logits = prefer_end
-    try:
-        options = generate_options(threshold=1.0, max_new_tokens=9)
+    monkeypatch.setattr(DecodeNetwork, "final_logits", prefer_end)
+    for mode in ("catch_up", "self_speculative"):
+        options = generate_options(threshold=0.0, max_new_tokens=9, mode=mode, first_early_token=9)
         result = continue_prompt(trained.model, tokenizer, PROMPT, options)
-    finally:
-        del trained.model.final_logits
-    assert (result["stopped"], result["text"], len(result["tokens"])) == ("end_of_text", "", 1)
+        assert (result["stopped"], result["text"], len(result["tokens"])) == ("end_of_text", "", 1)
 
 
 def test_padding_of_the_vocabulary_is_never_emitted(trained: Trained) -> None:
+    """The padding's rows of the matrix would win every comparison, were they looked at."""
     assert trained.model.run.padded_vocab_size > 257
-    forward = trained.model.final_logits
-    trained.model.final_logits = lambda hidden: torch.nn.functional.pad(
-        forward(hidden)[..., :257], (0, 127), value=1e4
-    )
+    weight = trained.model.shared_embedding_or_output_weight()
+    assert weight is not None
+    kept = weight.detach().clone()
     try:
-        options = generate_options(threshold=1.0, max_new_tokens=9)
-        result = continue_prompt(trained.model, byte_tokenizer(), PROMPT, options)
+        with torch.no_grad():
+            weight[257:] = 100 * weight[:127].clone()
+        result = generated_by(trained.model, threshold=0.4, max_new_tokens=20)
     finally:
-        del trained.model.final_logits
+        with torch.no_grad():
+            weight.copy_(kept)
     assert all(token["id"] < 257 for token in result["tokens"])
+    assert result["tokens"] == generated_by(trained.model, threshold=0.4, max_new_tokens=20)["tokens"]
+
+
+def generated_by(model: EarlyExitGPT, **options: Any) -> dict[str, Any]:
+    return continue_prompt(model, byte_tokenizer(), PROMPT, generate_options(**options))
+
+
+def test_modes_agree(trained: Trained) -> None:
+    asked = {"threshold": 0.4, "max_new_tokens": 25, "recompute_limit": 3}
+    by_mode = {mode: generated_by(trained.model, mode=mode, **asked) for mode in MODES}
+    for name in ("id", "exit"):
+        texts = {mode: [token[name] for token in result["tokens"]] for mode, result in by_mode.items()}
+        assert texts["kv_recompute"] == texts["catch_up"]
+        assert texts["self_speculative"] == texts["full"]
+        assert texts["full"] != texts["catch_up"]
+    assert by_mode["catch_up"]["layers_per_token"] < by_mode["kv_recompute"]["layers_per_token"]
+    drafts = by_mode["self_speculative"]["drafts"]
+    assert drafts["accepted"] == sum(token["was_draft"] for token in by_mode["self_speculative"]["tokens"])
+    assert by_mode["catch_up"]["drafts"] is None
+
+
+def test_a_tokens_logprob_is_its_exits(trained: Trained) -> None:
+    result = generated_by(trained.model, threshold=0.4, max_new_tokens=25)
+    text = list(PROMPT.encode())
+    seen = set()
+    for token in result["tokens"]:
+        seen.add(token["exit"])
+        with torch.no_grad():
+            tokens = torch.tensor([text])
+            hidden = trained.model.embed(tokens, torch.arange(len(text))[None])
+            rotary = trained.model.rotary(len(text))
+            depth = {"exit_2": 2, "exit_4": 4, "final": 6}[token["exit"]]
+            hidden = trained.model.run_layers(hidden, rotary, 0, depth)
+            final = trained.model.final_logits
+            logits = final(hidden) if depth == 6 else trained.model.exit_logits(depth, hidden, rotary)
+        expected = logits[-1, 0, :257].log_softmax(-1)[token["id"]]
+        assert token["logprob"] == pytest.approx(float(expected), abs=1e-4)
+        text.append(token["id"])
+    assert len(seen) == 3
+
+
+def test_exits_are_depths_with_commas() -> None:
+    assert parse_exits(None) is None
+    assert parse_exits("4,2") == [4, 2]
+    with pytest.raises(DecodeError, match="exits is '2;4'"):
+        parse_exits("2;4")
 
 
 @pytest.mark.parametrize(
@@ -167,15 +226,23 @@ def test_padding_of_the_vocabulary_is_never_emitted(trained: Trained) -> None:
         ({"recompute_limit": -1}, "recompute limit is -1"),
         ({"seed": -1}, "seed is -1"),
         ({"temperature": -0.5}, "temperature is -0.5"),
+        ({"mode": "pipelines"}, "mode is 'pipelines'; expected one of full, kv_recompute"),
+        ({"confidence": "luck"}, "confidence is 'luck'; expected one of max_probability"),
+        ({"exits": [3]}, r"no exit at depth 3; it has exits at depths \[2, 4\]"),
+        ({"exits": [2, 2]}, "expected every depth once"),
+        ({"threshold": [0.5, 0.5, 0.5]}, "3 values for 2 exits"),
+        ({"threshold": []}, "no value"),
+        ({"first_early_token": -1}, "first early token is -1"),
+        ({"repetition_penalty": 0.0}, "repetition penalty is 0.0"),
     ],
 )
 def test_user_errors_are_one_line(trained: Trained, changes: dict[str, Any], message: str) -> None:
     arguments = {"prompt": PROMPT, "threshold": 0.5, "max_new_tokens": 5} | changes
     with pytest.raises(DecodeError, match=message) as caught:
-        generate_text(trained.folder, **arguments)
+        generated(trained.folder, **arguments)
     assert "\n" not in str(caught.value)
 
 
 def test_missing_checkpoint_is_an_error_not_random_weights(tmp_path: Path) -> None:
     with backend.single_process(), pytest.raises(CheckpointError, match="does not exist"):
-        generate_text(tmp_path / "nothing", PROMPT, threshold=0.5, max_new_tokens=5)
+        generated(tmp_path / "nothing", PROMPT, threshold=0.5, max_new_tokens=5)

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eeplan.errors import DecodeError
-from eeplan.runtime.decode.policy import ExitPolicy, confidence_of, exit_policy
+from eeplan.runtime.decode.policy import ExitPolicy, confidence_of, exit_policy, judge
 from eeplan.runtime.decode.sampling import Sampling, sampling
+from eeplan.runtime.model import ExitSpec
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.5, -1.0, -3.0], dtype=torch.float64)
 # Hundredths: equal values are ties, and no two differ by less than a softmax can show.
@@ -35,12 +36,47 @@ def test_confidence_of_bfloat16_logits_is_computed_in_float32() -> None:
     assert confidence_of(torch.zeros(1000, dtype=torch.bfloat16)) == pytest.approx(1e-3, rel=1e-5)
 
 
-@pytest.mark.parametrize("confidence", [0.0, 0.3, 1.0])
-def test_ends_of_the_threshold(confidence: float) -> None:
-    assert ExitPolicy(0.0).leaves(confidence)
-    assert not ExitPolicy(1.0).leaves(confidence)
-    assert not ExitPolicy(1.5).leaves(confidence)
-    assert exit_policy(0.3).leaves(confidence) == (confidence >= 0.3)
+EXITS = (ExitSpec(2, "norm", True), ExitSpec(4, "mlp", True), ExitSpec(6, "norm", True))
+
+
+def test_exits_in_use_and_their_thresholds() -> None:
+    def used(policy: ExitPolicy) -> list[tuple[int, float]]:
+        return [(exit_.depth, threshold) for exit_, threshold in policy.for_exits(EXITS)]
+
+    assert used(exit_policy(0.3)) == [(2, 0.3), (4, 0.3), (6, 0.3)]
+    assert used(exit_policy([0.3, 0.0], exits=[6, 2])) == [(2, 0.3), (6, 0.0)]
+    # Never to leave is never to check: a probability that rounds to 1.0 must not leave at threshold 1.
+    assert used(exit_policy(1.0)) == []
+    assert used(exit_policy([0.5, 1.0, 0.7])) == [(2, 0.5), (6, 0.7)]
+
+
+@given(logits)
+def test_other_measures_of_confidence(values: list[float]) -> None:
+    tensor = torch.tensor(values, dtype=torch.float64)
+    shares = tensor.softmax(-1)
+    assert judge(tensor).log_normalizer == pytest.approx(float(tensor.logsumexp(-1)))
+    if len(values) == 1:
+        assert confidence_of(tensor, "margin") == confidence_of(tensor, "entropy") == 1.0
+        return
+    first, second = shares.topk(2).values
+    assert confidence_of(tensor, "margin") == pytest.approx(float(first - second), abs=1e-12)
+    entropy = float(torch.special.entr(shares).sum()) / math.log(len(values))
+    assert confidence_of(tensor, "entropy") == pytest.approx(1 - entropy, abs=1e-9)
+
+
+def test_entropy_of_ruled_out_tokens() -> None:
+    tensor = torch.tensor([0.0, 0.0, float("-inf"), float("-inf")])
+    assert confidence_of(tensor, "entropy") == pytest.approx(0.5)
+
+
+def test_repetition_penalty_as_in_ctrl() -> None:
+    options = Sampling(1.0, repetition_penalty=2.0)
+    expected = LOGITS.clone()
+    expected[0], expected[4] = 1.0, -2.0
+    torch.testing.assert_close(options.probabilities(LOGITS, [0, 4, 0]), expected.softmax(-1))
+    torch.testing.assert_close(options.probabilities(LOGITS), LOGITS.softmax(-1))
+    assert Sampling(repetition_penalty=4.0).pick(LOGITS, torch.Generator(), [0]) == 1
+    assert Sampling(repetition_penalty=4.0).probabilities(LOGITS, [0]).tolist() == [0, 1, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("threshold", [-0.1, 1.1, 80, math.nan, math.inf])

@@ -10,9 +10,9 @@ from builders import make_profile, make_run
 
 from eeplan.profile import DecodeCosts
 from eeplan.runtime import backend
-from eeplan.runtime.decode.recompute import RecomputeDecoder
+from eeplan.runtime.decode.decoder import ExitDecoder
+from eeplan.runtime.decode.network import DecodeNetwork
 from eeplan.runtime.decode_timing import ROWS, decoded_stage, measure_decode
-from eeplan.runtime.model import EarlyExitGPT
 from eeplan.sim.decode_process import Exit
 from eeplan.sim.inference import decode_prediction
 from eeplan.sim.layout import uniform_layout
@@ -69,16 +69,16 @@ def test_a_slow_op_is_charged_to_itself(
 ) -> None:
     """Negative control: what takes longer shows up in its own cost, and in no other."""
     method = "run_layers" if op == "layer" else "exit_logits"
-    original = getattr(EarlyExitGPT, method)
+    original = getattr(DecodeNetwork, method)
 
-    def slow(self: EarlyExitGPT, *arguments: Any) -> torch.Tensor:
-        kinds = {exit_.depth: exit_.head for exit_ in self.stage_spec.exits}
+    def slow(self: DecodeNetwork, *arguments: Any) -> torch.Tensor:
+        kinds = {exit_.depth: exit_.head for exit_ in self.exits} | {self.num_layers: "final"}
         if op == "layer" or kinds[arguments[0]] == "mlp":
             time.sleep(DELAY_S)
         return original(self, *arguments)
 
     plain = measured(one_process, small_run())
-    monkeypatch.setattr(EarlyExitGPT, method, slow)
+    monkeypatch.setattr(DecodeNetwork, method, slow)
     slowed = measured(one_process, small_run())
     for rows in ROWS:
         assert least_s(slowed, op, rows) > DELAY_S
@@ -91,30 +91,15 @@ def test_a_slow_op_is_charged_to_itself(
 def test_time_between_ops_is_the_steps_overhead(
     one_process: backend.Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = RecomputeDecoder.step
+    original = ExitDecoder.step
 
-    def slow(self: RecomputeDecoder, token: int) -> Any:
+    def slow(self: ExitDecoder, token: int) -> Any:
         time.sleep(10 * DELAY_S)
         return original(self, token)
 
-    monkeypatch.setattr(RecomputeDecoder, "step", slow)
+    monkeypatch.setattr(ExitDecoder, "step", slow)
     costs = measured(one_process, small_run())
     assert costs.step_overhead_s > 5 * DELAY_S
-
-
-def test_nothing_stays_attached(one_process: backend.Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    built = []
-    original = EarlyExitGPT.__init__
-
-    def remember(self: EarlyExitGPT, *arguments: Any) -> None:
-        original(self, *arguments)
-        built.append(self)
-
-    monkeypatch.setattr(EarlyExitGPT, "__init__", remember)
-    measured(one_process, small_run(), min_rounds=1)
-    (model,) = built
-    assert len(model.decoder.layers) == 8
-    assert all(layer.self_attention.core_attention.store is None for layer in model.decoder.layers)
 
 
 def test_a_large_model_is_cut_to_what_no_cache_holds() -> None:

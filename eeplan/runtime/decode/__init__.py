@@ -1,6 +1,7 @@
 """Generation with early exits.
 
-``kv`` keeps keys and values by (layer, position); ``policy`` decides when a token leaves; ``sampling`` picks
-it; ``recompute`` is the decode loop that runs missing layers again together with the next token; ``generate``
-goes from a checkpoint and a prompt to text.
+``network`` runs the model on a few rows, ``kv`` keeps keys and values by (layer, position). ``rows`` decides
+which rows a forward takes along, which is all that the modes differ in. ``policy`` decides when a token
+leaves, ``sampling`` picks it. ``decoder`` and ``speculative`` are the decode loops, ``modes`` makes them by
+name, and ``generate`` goes from a checkpoint and a prompt to text.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,29 +15,32 @@ from megatron.core import parallel_state
 from eeplan.errors import CheckpointError, DecodeError
 from eeplan.runtime import backend
 from eeplan.runtime.checkpoint import load_model, load_tokenizer_path
-from eeplan.runtime.decode.policy import ExitPolicy, exit_policy
-from eeplan.runtime.decode.recompute import (
-    Emission,
-    RecomputeDecoder,
+from eeplan.runtime.decode.emission import Emission
+from eeplan.runtime.decode.modes import (
+    DEFAULT_LIMIT,
+    DEFAULT_MODE,
+    Decoder,
+    Mode,
     check_recompute_limit,
-    emissions,
+    decode_mode,
     make_decoder,
 )
+from eeplan.runtime.decode.policy import ExitPolicy, exit_policy
 from eeplan.runtime.decode.sampling import Sampling, sampling
+from eeplan.runtime.decode.speculative import SpeculativeDecoder
 from eeplan.runtime.model import EarlyExitGPT
 from eeplan.runtime.stage import FINAL, exit_name
 from eeplan.runtime.tokenizer import TextStream, Tokenizer, load_tokenizer
 
-DEFAULT_RECOMPUTE_LIMIT = 8
-
 TokenCallback = Callable[[dict[str, Any]], None]
-"""Called with {"text", "id", "exit", "confidence"} as soon as a token is there."""
+"""Called with each token of the result as soon as it is there; see :func:`continue_prompt`."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateOptions:
     """Checked options of one generation; made by :func:`generate_options`."""
 
+    mode: Mode
     policy: ExitPolicy
     sampling: Sampling
     max_new_tokens: int
@@ -47,15 +50,33 @@ class GenerateOptions:
 
 def generate_options(
     *,
-    threshold: float,
+    threshold: float | Sequence[float],
     max_new_tokens: int,
+    mode: str = DEFAULT_MODE,
+    confidence: str = "max_probability",
+    exits: Sequence[int] | None = None,
+    first_early_token: int = 0,
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 0.0,
+    repetition_penalty: float = 1.0,
     seed: int = 1,
-    recompute_limit: int = DEFAULT_RECOMPUTE_LIMIT,
+    recompute_limit: int = DEFAULT_LIMIT,
 ) -> GenerateOptions:
-    """Check what a user asks for; arguments as in :func:`generate_text`.
+    """Check what a user asks for.
+
+    Args:
+        threshold: confidence at which a token leaves early, one for all exits or one for each by depth; 1
+            never, 0 always. ``self_speculative`` drafts while its exit is so confident.
+        mode: one of ``MODES``.
+        confidence: one of ``CONFIDENCE_KINDS``.
+        exits: depths of the exits in use; None is all.
+        first_early_token: how many tokens go through all layers before the first that may leave early.
+        temperature: 0 takes the most likely token.
+        top_k, top_p: draw from the k likeliest tokens, or the smallest likeliest set of this probability; 0
+            draws from all.
+        repetition_penalty: above 1 makes tokens less likely that are there already.
+        recompute_limit: most tokens whose deep keys and values may be missing, drafts included.
 
     Raises:
         DecodeError: an option is out of range.
@@ -66,56 +87,47 @@ def generate_options(
         raise DecodeError(f"seed is {seed}; expected a whole number from 0 to 2^63 - 1")
     check_recompute_limit(recompute_limit)
     return GenerateOptions(
-        policy=exit_policy(threshold),
-        sampling=sampling(temperature, top_k, top_p),
+        mode=decode_mode(mode),
+        policy=exit_policy(threshold, confidence, exits, first_early_token),
+        sampling=sampling(temperature, top_k, top_p, repetition_penalty),
         max_new_tokens=max_new_tokens,
         seed=seed,
         recompute_limit=recompute_limit,
     )
 
 
+def parse_exits(text: str | None) -> list[int] | None:
+    """Depths from "2,4"; None stays None.
+
+    Raises:
+        DecodeError: something else is between the commas.
+    """
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise DecodeError(f"exits is '{text}'; expected depths with commas between them, as 2,4") from None
+
+
 def generate_text(
-    checkpoint: Path,
-    prompt: str,
-    *,
-    threshold: float,
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 0.0,
-    seed: int = 1,
-    recompute_limit: int = DEFAULT_RECOMPUTE_LIMIT,
-    on_token: TokenCallback | None = None,
+    checkpoint: Path, prompt: str, options: GenerateOptions, on_token: TokenCallback | None = None
 ) -> dict[str, Any]:
     """Load a checkpoint on this process and continue ``prompt``.
 
     Args:
         checkpoint: a checkpoint folder, or a run's folder, whose latest one is taken.
-        threshold: probability at which a token leaves early; 1 never, 0 always at the first exit.
-        temperature: 0 takes the most likely token.
-        top_k, top_p: draw from the k likeliest tokens, or the smallest likeliest set of this probability; 0
-            draws from all.
-        recompute_limit: longest list of tokens whose deep keys and values are missing (``recompute``).
 
     Returns:
         As :func:`continue_prompt`.
 
     Raises:
-        DecodeError: an option is out of range, the prompt is empty or longer than the model's sequences.
+        DecodeError: the prompt is empty or longer than the model's sequences; the model lacks an exit.
         CheckpointError: missing or damaged. DataError: the prompt or its tokenizer is not readable.
     """
-    options = generate_options(
-        threshold=threshold,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        recompute_limit=recompute_limit,
-    )
     if not prompt:
         raise DecodeError("the prompt is empty; give at least one character to continue")
-    with _this_process() as here:
+    with this_process() as here:
         model, _ = load_model(checkpoint, here)
         tokenizer = load_tokenizer(load_tokenizer_path(checkpoint))
         return continue_prompt(model, tokenizer, prompt, options, on_token)
@@ -134,20 +146,23 @@ def continue_prompt(
     as long as the model was trained for.
 
     Returns:
-        Plain data. ``prompt`` and ``prompt_tokens``; ``text``, the continuation; ``tokens``, each {"text",
-        "id", "exit", "confidence"}, whose texts join to ``text``; ``stopped``: "max_new_tokens",
-        "end_of_text" or "seq_length"; ``exits``, tokens by exit, shallowest first; ``mean_depth``, layers
-        that the emitting exits read; ``layers_per_token``, decoder layers really run per new token after the
-        first, recomputed and forced ones included (None for one token); ``seconds``, prompt included;
-        ``tokens_per_s``, new tokens over those seconds; ``threshold`` and ``recompute_limit`` as given.
+        Plain data. ``mode``; ``prompt`` and ``prompt_tokens``; ``text``, the continuation; ``tokens``, each
+        {"text", "id", "exit", "confidence", "logprob", "was_draft"} (see ``Emission``), whose texts join to
+        ``text``; ``stopped``: "max_new_tokens", "end_of_text" or "seq_length"; ``exits``, tokens by exit,
+        shallowest first; ``mean_depth``, layers that the emitting exits read; ``layers_per_token``, decoder
+        layers really run per new token after the first, recomputed, forced and refused ones included (None
+        for one token); ``seconds``, prompt included; ``tokens_per_s``, new tokens over those seconds;
+        ``threshold`` and ``recompute_limit`` as given; ``drafts``, {"drafted", "accepted"} of
+        ``self_speculative``, else None.
 
     Raises:
-        DecodeError: the prompt is empty or too long. CheckpointError: tokenizer and model do not belong
-            together. DataError: the prompt is no valid text.
+        DecodeError: the prompt is empty or too long; the model lacks an exit. CheckpointError: tokenizer and
+            model do not belong together. DataError: the prompt is no valid text.
     """
     ids = _prompt_ids(model, tokenizer, prompt)
     decoder = make_decoder(
         model,
+        options.mode,
         options.policy,
         options.sampling,
         seed=options.seed,
@@ -157,8 +172,7 @@ def continue_prompt(
         vocab_size=tokenizer.vocab_size,
     )
     begin_s = time.perf_counter()
-    with _evaluating(model):
-        emitted, tokens = _collect(decoder, ids, tokenizer, on_token)
+    emitted, tokens = _collect(decoder, ids, tokenizer, on_token)
     seconds = time.perf_counter() - begin_s
     return {
         "prompt": prompt,
@@ -171,20 +185,22 @@ def continue_prompt(
         "layers_per_token": _layers_per_token(decoder, len(ids), len(emitted)),
         "seconds": seconds,
         "tokens_per_s": len(emitted) / seconds,
+        "mode": options.mode,
         "threshold": options.policy.threshold,
         "recompute_limit": options.recompute_limit,
+        "drafts": _drafts(decoder),
     }
 
 
 def _collect(
-    decoder: RecomputeDecoder, ids: list[int], tokenizer: Tokenizer, on_token: TokenCallback | None
+    decoder: Decoder, ids: list[int], tokenizer: Tokenizer, on_token: TokenCallback | None
 ) -> tuple[list[Emission], list[dict[str, Any]]]:
     """Run until the text ends or the store is full; a character of several tokens shows at its last one."""
     emitted: list[Emission] = []
     tokens: list[dict[str, Any]] = []
     stream = TextStream(tokenizer)
-    most = decoder.store.capacity - len(ids) + 1
-    for emission in emissions(decoder, ids):
+    most = decoder.rows.network.store.capacity - len(ids) + 1
+    for emission in decoder.emissions(ids):
         emitted.append(emission)
         ends = emission.token == tokenizer.eod or len(emitted) == most
         tokens.append(
@@ -193,6 +209,8 @@ def _collect(
                 "id": emission.token,
                 "exit": emission.exit,
                 "confidence": emission.confidence,
+                "logprob": emission.logprob,
+                "was_draft": emission.was_draft,
             }
         )
         if on_token is not None:
@@ -221,7 +239,7 @@ def _prompt_ids(model: EarlyExitGPT, tokenizer: Tokenizer, prompt: str) -> list[
 
 
 @contextlib.contextmanager
-def _this_process() -> Iterator[backend.Backend]:
+def this_process() -> Iterator[backend.Backend]:
     """This process's backend: the one that is running already, or one for the time of the body."""
     if parallel_state.model_parallel_is_initialized():
         yield backend.start()
@@ -230,28 +248,23 @@ def _this_process() -> Iterator[backend.Backend]:
         yield here
 
 
-@contextlib.contextmanager
-def _evaluating(model: EarlyExitGPT) -> Iterator[None]:
-    """Evaluation mode meanwhile."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
-
-
 def _histogram(model: EarlyExitGPT, emitted: list[Emission]) -> dict[str, int]:
     counts = Counter(emission.exit for emission in emitted)
     depths = sorted(exit_.depth for exit_ in model.stage_spec.exits)
     return {name: counts[name] for name in (*map(exit_name, depths), FINAL)}
 
 
-def _layers_per_token(decoder: RecomputeDecoder, prompt_tokens: int, num_tokens: int) -> float | None:
+def _layers_per_token(decoder: Decoder, prompt_tokens: int, num_tokens: int) -> float | None:
     if num_tokens < 2:
         return None
-    prompt_layer_rows = decoder.model.stage_spec.last_layer * prompt_tokens
-    return (decoder.work.layer_rows - prompt_layer_rows) / (num_tokens - 1)
+    prompt_layer_rows = decoder.rows.network.num_layers * prompt_tokens
+    return (decoder.rows.work.layer_rows - prompt_layer_rows) / (num_tokens - 1)
+
+
+def _drafts(decoder: Decoder) -> dict[str, int] | None:
+    if not isinstance(decoder, SpeculativeDecoder):
+        return None
+    return {"drafted": decoder.drafted, "accepted": decoder.accepted}
 
 
 def _stopped(at_end_of_text: bool, all_asked_for: bool) -> str:

@@ -1,50 +1,131 @@
-"""When a token leaves early: confidence at an exit against a threshold (EE-LLM 4, CALM's softmax response).
+"""When a token leaves early: confidence at an exit against a threshold (EE-LLM 4; CALM 3.5).
 
-Greedy rule: the token leaves at the first exit whose largest probability reaches the threshold. A threshold
-of 1 means never (a probability that rounds to 1.0 does not leave), 0 means always at the first exit.
+Greedy rule: the token leaves at the first exit whose confidence reaches its threshold. A threshold of 1 means
+never (a probability that rounds to 1.0 does not leave), 0 means always. Confidence is of the model's own
+distribution: at temperature 1, before any penalty, over the vocabulary without padding.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from eeplan.errors import DecodeError
+from eeplan.runtime.model import ExitSpec
+
+ConfidenceKind = Literal["max_probability", "margin", "entropy"]
+"""Largest probability; its distance to the second largest; 1 - entropy / log V. All from 0 to 1."""
+CONFIDENCE_KINDS: tuple[ConfidenceKind, ...] = get_args(ConfidenceKind)
 
 
 @dataclass(frozen=True, slots=True)
 class ExitPolicy:
-    """The threshold that every early exit is held against."""
+    """What early exits are held against; made by :func:`exit_policy`."""
 
-    threshold: float
+    thresholds: tuple[float, ...]
+    """One for all exits in use, or one for each by depth."""
+    confidence: ConfidenceKind = "max_probability"
+    exits: tuple[int, ...] | None = None
+    """Depths of the exits in use; None is all."""
+    first_early_token: int = 0
+    """So many tokens go through all layers before the first that may leave early."""
 
     @property
-    def never_leaves(self) -> bool:
-        """Whether every token goes through all layers, so that no early head need run."""
-        return self.threshold >= 1.0
+    def threshold(self) -> float | tuple[float, ...]:
+        """As the user gave it."""
+        return self.thresholds[0] if len(self.thresholds) == 1 else self.thresholds
 
-    def leaves(self, confidence: float) -> bool:
-        """Whether a token with this confidence at an early exit is emitted there."""
-        return not self.never_leaves and confidence >= self.threshold
+    def for_exits(self, exits: Sequence[ExitSpec]) -> tuple[tuple[ExitSpec, float], ...]:
+        """The exits to check with their thresholds, by depth; those that no token can leave at left out.
+
+        Raises:
+            DecodeError: an exit that the model does not have; not as many thresholds as exits.
+        """
+        by_depth = {exit_.depth: exit_ for exit_ in exits}
+        depths = sorted(by_depth if self.exits is None else self.exits)
+        unknown = [depth for depth in depths if depth not in by_depth]
+        if unknown:
+            has = f"exits at depths {sorted(by_depth)}" if by_depth else "no early exit"
+            raise DecodeError(f"exits: the model has no exit at depth {unknown[0]}; it has {has}")
+        thresholds = self.thresholds * len(depths) if len(self.thresholds) == 1 else self.thresholds
+        if len(thresholds) != len(depths):
+            raise DecodeError(
+                f"threshold: {len(thresholds)} values for {len(depths)} exits (depths {depths}); give one "
+                "for all, or one for each"
+            )
+        pairs = zip(depths, thresholds, strict=True)
+        return tuple((by_depth[depth], threshold) for depth, threshold in pairs if threshold < 1.0)
 
 
-def exit_policy(threshold: float) -> ExitPolicy:
-    """Policy of a threshold given by a user.
+def exit_policy(
+    threshold: float | Sequence[float],
+    confidence: str = "max_probability",
+    exits: Sequence[int] | None = None,
+    first_early_token: int = 0,
+) -> ExitPolicy:
+    """Policy of what a user gives.
+
+    Args:
+        threshold: one for all exits, or one for each by depth.
+        confidence: one of ``CONFIDENCE_KINDS``.
+        exits: depths of the exits in use; None is all.
+        first_early_token: how many tokens go through all layers first.
 
     Raises:
-        DecodeError: it is no number from 0 to 1.
+        DecodeError: a value is out of range.
     """
-    if not 0.0 <= threshold <= 1.0:
-        raise DecodeError(
-            f"threshold is {threshold}; expected a probability from 0 (leave at the first exit) to 1 "
-            "(never leave early)"
-        )
-    return ExitPolicy(threshold)
+    thresholds = (threshold,) if isinstance(threshold, int | float) else tuple(threshold)
+    for value in thresholds:
+        if not 0.0 <= value <= 1.0:
+            raise DecodeError(
+                f"threshold is {value}; expected a confidence from 0 (leave at the first exit) to 1 "
+                "(never leave early)"
+            )
+    if not thresholds:
+        raise DecodeError("threshold: no value; expected one for all exits, or one for each")
+    kinds = {kind: kind for kind in CONFIDENCE_KINDS}
+    if confidence not in kinds:
+        raise DecodeError(f"confidence is '{confidence}'; expected one of {', '.join(CONFIDENCE_KINDS)}")
+    if first_early_token < 0:
+        raise DecodeError(f"first early token is {first_early_token}; expected 0 or more")
+    if exits is not None and len(set(exits)) != len(exits):
+        raise DecodeError(f"exits are {list(exits)}; expected every depth once")
+    chosen = None if exits is None else tuple(sorted(exits))
+    return ExitPolicy(thresholds, kinds[confidence], chosen, first_early_token)
 
 
-def confidence_of(logits_V: Tensor) -> float:
-    """Largest softmax probability at temperature 1, computed in at least float32."""
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What one position's logits say before a token is picked."""
+
+    confidence: float
+    log_normalizer: float
+    """log sum exp of the logits: a token's log-probability is its logit minus this."""
+
+
+def judge(logits_V: Tensor, kind: ConfidenceKind = "max_probability") -> Judgement:
+    """Confidence of a distribution given by its logits, computed in at least float32."""
     wide = logits_V.to(torch.promote_types(logits_V.dtype, torch.float32))
-    return float(1.0 / (wide - wide.max()).exp().sum())
+    highest = wide.max()
+    shares = (wide - highest).exp()
+    total = float(shares.sum())
+    log_normalizer = float(highest) + (math.log(total) if total > 0.0 else math.nan)
+    if kind == "max_probability" or len(wide) == 1:
+        return Judgement(1.0 / total, log_normalizer)
+    if kind == "margin":
+        first, second = shares.topk(2).values.tolist()
+        return Judgement((first - second) / total, log_normalizer)
+    # Entropy = log sum exp - mean logit; where a share is 0, so is its part of the entropy.
+    mean_logit = float((shares * wide.clamp(min=torch.finfo(wide.dtype).min)).sum()) / total
+    entropy = max(0.0, log_normalizer - mean_logit)
+    return Judgement(max(0.0, 1.0 - entropy / math.log(len(wide))), log_normalizer)
+
+
+def confidence_of(logits_V: Tensor, kind: ConfidenceKind = "max_probability") -> float:
+    """Confidence alone; see :func:`judge`."""
+    return judge(logits_V, kind).confidence

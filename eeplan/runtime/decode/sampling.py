@@ -1,11 +1,12 @@
 """Which token an exit emits: the most likely one, or one drawn from its distribution.
 
-The draw uses one generator per generation and one draw per emitted token, so a seed gives the same text in
-every decoding mode.
+The draw uses one generator per generation and, without speculation, one draw per emitted token, so a seed
+gives the same text in every decoding mode.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,19 +22,30 @@ class Sampling:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 0.0
+    repetition_penalty: float = 1.0
+    """Logits of tokens that are there already are divided by this if positive, multiplied if negative
+    (CTRL, Keskar et al. 2019, 4.1)."""
 
-    def pick(self, logits_V: Tensor, generator: torch.Generator) -> int:
-        """Token drawn from the logits of one position."""
+    def pick(self, logits_V: Tensor, generator: torch.Generator, text: Sequence[int] = ()) -> int:
+        """Token drawn from the logits of one position.
+
+        Args:
+            text: all tokens before it, for the repetition penalty.
+        """
         if self.temperature == 0.0:
-            return int(logits_V.argmax())
-        return int(torch.multinomial(self.probabilities(logits_V), 1, generator=generator))
+            return int(self._penalized(logits_V, text).argmax())
+        return draw(self.probabilities(logits_V, text), generator)
 
-    def probabilities(self, logits_V: Tensor) -> Tensor:
-        """What ``pick`` draws from, on the CPU: temperature first, then the k likeliest, then the nucleus.
+    def probabilities(self, logits_V: Tensor, text: Sequence[int] = ()) -> Tensor:
+        """What ``pick`` draws from, on the CPU: penalty, temperature, the k likeliest, then the nucleus.
 
-        The nucleus is the smallest set of likeliest tokens whose probabilities reach ``top_p``.
+        The nucleus is the smallest set of likeliest tokens whose probabilities reach ``top_p``. At
+        temperature 0 all probability is the most likely token's.
         """
         wide = logits_V.to(device="cpu", dtype=torch.promote_types(logits_V.dtype, torch.float32))
+        wide = self._penalized(wide, text)
+        if self.temperature == 0.0:
+            return torch.zeros_like(wide).index_fill_(0, wide.argmax(), 1.0)
         scaled = wide / self.temperature
         if 0 < self.top_k < len(scaled):
             # Keep by index, not by value: a tie at the k-th place must not let more tokens in.
@@ -48,8 +60,21 @@ class Sampling:
             probabilities = probabilities / probabilities.sum()
         return probabilities
 
+    def _penalized(self, logits_V: Tensor, text: Sequence[int]) -> Tensor:
+        if self.repetition_penalty == 1.0 or not text:
+            return logits_V
+        there = torch.tensor(sorted(set(text)), device=logits_V.device)
+        found = logits_V[there]
+        weaker = torch.where(found > 0, found / self.repetition_penalty, found * self.repetition_penalty)
+        return logits_V.index_copy(0, there, weaker)
 
-def sampling(temperature: float, top_k: int, top_p: float) -> Sampling:
+
+def draw(probabilities_V: Tensor, generator: torch.Generator) -> int:
+    """One token from a distribution on the CPU."""
+    return int(torch.multinomial(probabilities_V, 1, generator=generator))
+
+
+def sampling(temperature: float, top_k: int, top_p: float, repetition_penalty: float = 1.0) -> Sampling:
     """Sampling options given by a user.
 
     Raises:
@@ -68,4 +93,8 @@ def sampling(temperature: float, top_k: int, top_p: float) -> Sampling:
             "top_k and top_p have no effect at temperature 0, which takes the most likely token; raise "
             "temperature or leave them out"
         )
-    return Sampling(temperature, top_k, top_p)
+    if not 0.0 < repetition_penalty < float("inf"):
+        raise DecodeError(
+            f"repetition penalty is {repetition_penalty}; expected a number above 0, 1 for none"
+        )
+    return Sampling(temperature, top_k, top_p, repetition_penalty)

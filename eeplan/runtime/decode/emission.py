@@ -1,0 +1,42 @@
+"""A generated token, and what is said about it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from eeplan.errors import DecodeError
+from eeplan.runtime.decode.policy import ConfidenceKind, Judgement, judge
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """One generated token and where it came from."""
+
+    token: int
+    exit: str
+    """``exit_<depth>``, or ``final``."""
+    depth: int
+    """Layers that the emitting exit reads; the number of layers for the final one."""
+    confidence: float
+    """Of that exit, by the policy's measure."""
+    logprob: float
+    """Log-probability of the token by that exit's own distribution: temperature 1, no penalty."""
+    was_draft: bool = False
+    """Whether an early exit drafted the token and the final one confirmed it (``self_speculative``)."""
+
+
+def checked_judgement(logits_V: Tensor, kind: ConfidenceKind, name: str) -> Judgement:
+    """:func:`policy.judge`, refusing what is no distribution.
+
+    Raises:
+        DecodeError: the logits are not finite.
+    """
+    found = judge(logits_V, kind)
+    if not (math.isfinite(found.confidence) and math.isfinite(found.log_normalizer)):
+        raise DecodeError(
+            f"the logits of {name} are not finite numbers; the checkpoint is damaged or diverged"
+        )
+    return found
