@@ -46,6 +46,17 @@ class CheckpointError(EeplanError):
     """A checkpoint is missing, damaged, or belongs to another plan."""
 
 
+class TrainingError(EeplanError):
+    """Training cannot go on: a loss or gradient is not finite."""
+
+
+class Preempted(EeplanError):
+    """Training was asked to stop by a signal, has saved, and goes on when started again."""
+
+    exit_code = 75
+    """EX_TEMPFAIL: what a scheduler takes as "start it again"."""
+
+
 class LaunchError(EeplanError):
     """Processes could not be started, or one of them died."""
 

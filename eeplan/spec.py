@@ -138,6 +138,10 @@ class TrainingSpec(Model):
     log_interval: PositiveInt = 10
     eval_iters: PositiveInt = 4
     """Validation microbatch groups evaluated before the first and after the last iteration."""
+    save_interval: PositiveInt | None = None
+    """Iterations between checkpoints; None saves after the last iteration only."""
+    keep_checkpoints: PositiveInt = 2
+    """Newest checkpoints that stay on disk. With two, a damaged newest one still leaves one to go on from."""
 
 
 class DataSpec(Model):

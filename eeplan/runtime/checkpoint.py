@@ -1,70 +1,110 @@
-"""Model checkpoints: whole or absent, verified before use, loadable on any split.
+"""Checkpoints: whole or absent, verified before use, loadable on any split.
 
-A checkpoint is a folder ``iter_0000060`` with the plan, the tokenizer, the parameters in
-torch.distributed.checkpoint's format under names that do not depend on the split, and a manifest of
-checksums. It is written under another name and renamed when complete. Optimizer state is not part of it yet.
+A checkpoint is a folder ``iter_0000060`` with the plan, the tokenizer, the random generators' states, the
+tensors of ``checkpoint_state`` in torch.distributed.checkpoint's format, and a manifest with checksums, the
+plan's hash and the run's position. How it gets to disk is ``checkpoint_files``; going on from one is
+``resume``.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
+import errno
+import io
 import shutil
-import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 
-from eeplan.errors import CheckpointError
-from eeplan.files import write_text
+from eeplan.errors import CheckpointError, FileError
 from eeplan.plan import Plan, load_plan, write_plan
 from eeplan.runtime.backend import Backend
+from eeplan.runtime.checkpoint_files import (
+    LATEST,
+    MANIFEST,
+    FileOperations,
+    checkpoints_in,
+    clear_leftovers,
+    commit,
+    folder_name,
+    partial_folder,
+    verify,
+)
+from eeplan.runtime.checkpoint_state import (
+    Position,
+    gather_random_states,
+    load_tensors,
+    whole_state,
+)
 from eeplan.runtime.model import EarlyExitGPT, build_model, whole_model_spec
-from eeplan.runtime.sharding import gather_whole
+from eeplan.runtime.optimizer import Training
+from eeplan.runtime.plan_identity import training_hash
 
-MANIFEST, LATEST, PLAN, TOKENIZER = "manifest.json", "latest", "plan.yaml", "tokenizer.json"
-_FORMAT = 1
+PLAN, TOKENIZER, RANDOM = "plan.yaml", "tokenizer.json", "random.pt"
 
 
-def save(folder: Path, iteration: int, model: EarlyExitGPT, plan: Plan) -> Path:
+def save(
+    folder: Path,
+    iteration: int,
+    model: EarlyExitGPT,
+    plan: Plan,
+    *,
+    training: Training | None = None,
+    position: Position | None = None,
+    backend: Backend | None = None,
+    operations: FileOperations | None = None,
+) -> Path:
     """Write a checkpoint below ``folder``; collective over all ranks.
 
     Args:
-        folder: the run's ``checkpoints`` folder; its ``latest`` file is moved on afterwards.
+        folder: the run's ``checkpoints`` folder; its ``latest`` file is moved on afterwards, and all but the
+            newest ``keep_checkpoints`` of the plan's run are removed.
         iteration: iterations done.
+        training: with ``position`` and ``backend``, makes a checkpoint that training can go on from; without
+            it holds the model alone.
 
     Returns:
         The checkpoint's folder.
+
+    Raises:
+        CheckpointError: on every rank, if any rank cannot write (disk full, no permission). What was there
+            before is then still there.
     """
-    final = folder / f"iter_{iteration:07d}"
-    partial = folder / f".{final.name}.partial"
-    is_first_rank = dist.get_rank() == 0
-    if is_first_rank:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    dcp.save(_whole_state(model), storage_writer=dcp.FileSystemWriter(partial, thread_count=1))
-    dist.barrier()
-    if is_first_rank:
-        write_plan(partial / PLAN, plan)
-        shutil.copyfile(plan.run.data.tokenizer, partial / TOKENIZER)
-        manifest = {
-            "format": _FORMAT,
+    operations = operations or FileOperations()
+    partial = partial_folder(folder, iteration)
+    state: dict[str, Any] = whole_state(model, training)
+    random_states = gather_random_states(backend) if backend else None
+    try:
+        _on_first_rank(lambda: _prepare(folder, partial, operations))
+        try:
+            dcp.save(state, storage_writer=operations.tensor_writer(partial))
+        except dcp.CheckpointException as error:
+            raise _first_cause(error) from error
+        facts = {
             "iteration": iteration,
             "plan_sha256": plan.content_sha256,
-            "files": {path.name: _sha256(path) for path in sorted(partial.iterdir())},
+            "training_sha256": training_hash(plan),
+            "position": position.to_json() if position else None,
         }
-        write_text(partial / MANIFEST, json.dumps(manifest, indent=1) + "\n")
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(partial, final)
-        write_text(folder / LATEST, final.name + "\n")
-    dist.barrier()
-    return final
+
+        def finish() -> None:
+            _add_small_files(partial, plan, random_states, operations)
+            commit(folder, iteration, facts, operations, plan.run.training.keep_checkpoints)
+
+        _on_first_rank(finish)
+    except OSError as error:
+        if dist.get_rank() == 0:
+            _remove_quietly(partial)
+        kept = checkpoints_in(folder)
+        remains = f"the last one is {kept[0].name}" if kept else "there is none yet"
+        raise CheckpointError(
+            f"checkpoint {folder / folder_name(iteration)} cannot be written "
+            f"({error.strerror or error}); {remains}; make room or permission there and start again"
+        ) from None
+    return folder / folder_name(iteration)
 
 
 def resolve(path: Path) -> Path:
@@ -77,8 +117,8 @@ def resolve(path: Path) -> Path:
         raise CheckpointError(f"checkpoint {path} does not exist; give the folder that `eeplan train` wrote")
     for folder in (path, path / "checkpoints"):
         if (folder / LATEST).is_file():
-            name = (folder / LATEST).read_text().strip()
-            if not (folder / name).is_dir():
+            name = (folder / LATEST).read_text(errors="replace").strip()
+            if name != Path(name).name or not (folder / name).is_dir():
                 raise CheckpointError(
                     f"{folder / LATEST} points to '{name}', which is not there; give another folder"
                 )
@@ -89,35 +129,6 @@ def resolve(path: Path) -> Path:
         f"{path} is no checkpoint: expected a {MANIFEST} in it, or a '{LATEST}' file of a finished run; "
         "give the folder that `eeplan train` wrote"
     )
-
-
-def verify(path: Path) -> dict[str, Any]:
-    """Check every file of a checkpoint folder against its manifest.
-
-    Returns:
-        The manifest.
-
-    Raises:
-        CheckpointError: a file is missing or damaged.
-    """
-    try:
-        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
-        files: dict[str, str] = manifest["files"]
-        if manifest["format"] != _FORMAT:
-            raise CheckpointError(
-                f"checkpoint {path} has format {manifest['format']}, this eeplan reads {_FORMAT}; "
-                "use the version that wrote it"
-            )
-    except (OSError, ValueError, KeyError, TypeError):
-        raise CheckpointError(f"checkpoint {path}: {MANIFEST} is missing or damaged; use another") from None
-    for name, expected in files.items():
-        if not (path / name).is_file():
-            raise CheckpointError(f"checkpoint {path}: {name} is missing; use another checkpoint")
-        if _sha256(path / name) != expected:
-            raise CheckpointError(
-                f"checkpoint {path}: {name} is damaged (checksum differs); use another checkpoint"
-            )
-    return manifest
 
 
 def load_model(path: Path, backend: Backend) -> tuple[EarlyExitGPT, Plan]:
@@ -133,15 +144,7 @@ def load_model(path: Path, backend: Backend) -> tuple[EarlyExitGPT, Plan]:
         raise CheckpointError(f"checkpoint {folder} was not written by the {PLAN} in it; use another")
     run = plan.run.model_copy(update={"parallel": type(plan.run.parallel)()})
     model = build_model(run, whole_model_spec(plan), backend)
-    state: dict[str, Any] = {name: p.detach() for name, p in model.named_global_parameters()}
-    try:
-        with warnings.catch_warnings():
-            # A single process is what is meant here, so torch need not point it out.
-            warnings.filterwarnings("ignore", message=r"torch\.distributed is (disabled|unavailable)")
-            dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
-    except (RuntimeError, ValueError, KeyError, dcp.CheckpointException) as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise CheckpointError(f"checkpoint {folder} does not fit its plan: {first_line}") from None
+    load_tensors(folder, model, None)
     return model, plan
 
 
@@ -150,15 +153,52 @@ def load_tokenizer_path(path: Path) -> Path:
     return resolve(path) / TOKENIZER
 
 
-def _whole_state(model: EarlyExitGPT) -> dict[str, Tensor]:
-    """Parameters by split-independent name; each tied copy and each share's whole appears on its ranks."""
-    with torch.no_grad():
-        return {
-            name: gather_whole(parameter.detach(), name, parameter)
-            for name, parameter in model.named_global_parameters()
-        }
+def _prepare(folder: Path, partial: Path, operations: FileOperations) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    clear_leftovers(folder, operations)
+    if partial.exists():
+        raise OSError(errno.ENOTEMPTY, "what an earlier save left cannot be removed", str(partial))
+    operations.make_folder(partial)
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _add_small_files(
+    partial: Path, plan: Plan, random_states: dict[str, Any] | None, operations: FileOperations
+) -> None:
+    if random_states is not None:
+        buffer = io.BytesIO()
+        torch.save(random_states, buffer)
+        operations.write(partial / RANDOM, buffer.getvalue())
+    operations.write(partial / TOKENIZER, Path(plan.run.data.tokenizer).read_bytes())
+    operations.before("write", partial / PLAN)
+    write_plan(partial / PLAN, plan)
+
+
+def _on_first_rank(work: Callable[[], None]) -> None:
+    """Run ``work`` on rank 0 while the others wait; an error of the disk there is raised on all."""
+    outcome: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            work()
+        except OSError as error:
+            outcome[0] = (error.errno, error.strerror or str(error))
+        except FileError as error:
+            outcome[0] = (errno.EIO, str(error))
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[0] is not None:
+        raise OSError(*outcome[0])
+
+
+def _first_cause(error: dcp.CheckpointException) -> OSError:
+    """What went wrong on disk, from the collected failures of all ranks."""
+    for failure, _ in error.failures.values():
+        cause: BaseException | None = failure
+        while cause is not None:
+            if isinstance(cause, OSError):
+                return OSError(cause.errno, cause.strerror or str(cause))
+            cause = cause.__cause__ or cause.__context__
+    return OSError(errno.EIO, f"{next(iter(error.failures.values()))[0]}")
+
+
+def _remove_quietly(partial: Path) -> None:
+    """Give the space back; the error that is about to be told matters more than one here."""
+    shutil.rmtree(partial, ignore_errors=True)

@@ -26,7 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from eeplan.errors import EeplanError, LaunchError
+from eeplan.errors import EeplanError, LaunchError, Preempted
+from eeplan.runtime.stopping import STOP_FILE_VARIABLE, StopRequest, listening, stop_requests
 
 ERROR_PREFIX = "eeplan: error: "
 """How a rank reports an error that the user can act on; it then exits with code 2."""
@@ -56,6 +57,7 @@ def launch(
     threads_per_process: int | None = None,
     log: Path | None = None,
     on_line: Callable[[str], None] | None = None,
+    saves_when_stopped: bool = False,
 ) -> None:
     """Run ``python -m module args`` in ``nproc`` ranks and wait for all of them.
 
@@ -67,22 +69,28 @@ def launch(
         log: file that all output is appended to, with the rank before each line.
         on_line: called with each line that a rank writes, in order of arrival; lines of ranks other than 0
             carry their rank. None writes to stderr.
+        saves_when_stopped: the workers answer SIGTERM and SIGUSR1 by saving and ending with code 75
+            (``stopping``); here and at torchrun these signals are then passed on to them, and nothing else.
 
     Raises:
         EeplanError: a rank reported an error of the input (``eeplan: error: …`` and exit code 2).
         LaunchError: a rank was killed or failed; the message names it. No rank is left running.
+        Preempted: the ranks have saved and ended as asked.
     """
     job = uuid.uuid4().hex
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="eeplan-launch-")))
-        stack.enter_context(_sigterm_as_exit())
+        stop_file = folder / "stop" if saves_when_stopped else None
+        stack.enter_context(
+            listening(StopRequest(stop_file, tells=True)) if stop_file else _sigterm_as_exit()
+        )
         log_file = stack.enter_context(_open_log(log)) if log else None
         output = _Output(folder, on_line or _to_stderr, log_file)
         stack.callback(output.close)
         with (folder / "launcher.log").open("wb") as launcher_log:
             process = subprocess.Popen(
-                _command(module, args, nproc, folder),
-                env=_environment(job, threads_per_process or default_threads(nproc)),
+                _command(module, args, nproc, folder, stop_file),
+                env=_environment(job, threads_per_process or default_threads(nproc), stop_file),
                 stdin=subprocess.DEVNULL,
                 stdout=launcher_log,
                 stderr=launcher_log,
@@ -148,9 +156,11 @@ def main() -> None:
     """Be the launcher process: torchrun, tied to the life of the process that called :func:`launch`."""
     die_with_parent()
     os.environ[_PARENT_VARIABLE] = str(os.getpid())
-    from torch.distributed.run import main as torchrun
+    passing_on = stop_requests(tells=True) if STOP_FILE_VARIABLE in os.environ else contextlib.nullcontext()
+    with passing_on:
+        from torch.distributed.run import main as torchrun
 
-    torchrun(sys.argv[1:])
+        torchrun(sys.argv[1:])
 
 
 @dataclass(slots=True)
@@ -236,6 +246,8 @@ def _failure(code: int, launcher_text: str, output: _Output, log: Path | None) -
         return _killed(first[0], -first[1], first[2], see)
     if output.error_line:
         return EeplanError(output.error_line)
+    if first and first[1] == Preempted.exit_code:
+        return Preempted("training was stopped by a signal and is saved; the same command goes on")
     output.release()
     if first is None:
         how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
@@ -275,17 +287,20 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _command(module: str, args: Sequence[str], nproc: int, folder: Path) -> list[str]:
+def _command(module: str, args: Sequence[str], nproc: int, folder: Path, stop_file: Path | None) -> list[str]:
+    # torchrun would answer SIGTERM by ending the ranks within seconds; saving may take longer.
+    handled = ("--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT") if stop_file else ()
     return [
         *(sys.executable, "-m", "eeplan.runtime.launch"),
         *("--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(nproc)),
         *("--monitor-interval", "0.05", "--shutdown-timeout", str(_SHUTDOWN_S)),
         *("--redirects", "3", "--log-dir", str(folder)),
+        *handled,
         *("--module", module, *args),
     ]
 
 
-def _environment(job: str, threads: int) -> dict[str, str]:
+def _environment(job: str, threads: int, stop_file: Path | None) -> dict[str, str]:
     # All ranks are on this machine; gloo would otherwise look up the host's name.
     loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
     return {
@@ -294,6 +309,7 @@ def _environment(job: str, threads: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads),
         _JOB_VARIABLE: job,
         _PARENT_VARIABLE: str(os.getpid()),
+        **({STOP_FILE_VARIABLE: str(stop_file)} if stop_file else {}),
     }
 
 

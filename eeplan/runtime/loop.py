@@ -1,10 +1,11 @@
-"""The training loop of one rank: iterate, log, evaluate, measure, save."""
+"""The training loop of one rank: iterate, log, evaluate, measure, save, go on from what was saved."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from eeplan.errors import Preempted
 from eeplan.plan import Plan, write_plan
-from eeplan.runtime import checkpoint
+from eeplan.runtime import checkpoint, resume
 from eeplan.runtime.backend import stop
 from eeplan.runtime.batches import BatchStream, Microbatch, build_batches
 from eeplan.runtime.dataset_files import check_data
 from eeplan.runtime.executor import IterationRecord, MarkedSpan
+from eeplan.runtime.guard import Guard
 from eeplan.runtime.memory import AllocationTrace, peak_resident_bytes, trace_allocations
 from eeplan.runtime.recording import (
     MetricsWriter,
@@ -31,48 +34,76 @@ from eeplan.runtime.recording import (
 from eeplan.runtime.setup import Rank, set_up
 from eeplan.runtime.stage import FINAL, Batch, exit_name, loss_weights
 
-WARM_UP_ITERATIONS = (1, 2)
-"""Untimed: first touches of memory, lazily created optimizer state."""
-MEMORY_ITERATION = 3
-"""Allocations are traced in this iteration; tracing slows it, so it is untimed as well."""
+WARM_UP_ITERATIONS = 2
+"""Untimed after a start: first touches of memory, lazily created optimizer state. In the iteration after them
+allocations are traced; tracing slows it, so it is untimed as well."""
 
 
 @dataclass(slots=True)
 class _Progress:
-    """What the loop has seen so far."""
+    """What the loop has seen since it was started."""
 
+    done: int = 0
+    """Iterations done before."""
     traces: list[StageTrace] = field(default_factory=list)
     allocations: AllocationTrace = field(default_factory=AllocationTrace)
     state_bytes: int = 0
     process_peak_bytes: int = 0
 
 
-def train(plan: Plan, out: Path) -> None:
+def train(
+    plan: Plan,
+    out: Path,
+    *,
+    restart: bool = False,
+    stop_is_requested: Callable[[], bool] = lambda: False,
+) -> None:
     """Execute ``plan`` on this rank and leave a run folder in ``out``; collective over all ranks.
 
+    Where ``out`` holds checkpoints of the plan, training goes on from the newest valid one.
+
+    Args:
+        restart: begin anew instead, and remove what an earlier run left.
+        stop_is_requested: asked every iteration; when true on any rank, all save and end.
+
     Raises:
-        DataError, ScheduleError, CheckpointError: see the modules that raise them.
+        DataError, ScheduleError, CheckpointError, TrainingError: see the modules that raise them.
+        Preempted: saved and ended on request.
     """
     started = time.monotonic()
     summary = check_data(plan.run)
     rank = set_up(plan)
     training = plan.run.training
     extra = rank.schedule.num_microbatches - plan.num_microbatches
+    stream = build_batches(plan.run, rank_info=rank.backend, extra_microbatches=extra)
+    progress = _Progress(done=_go_on(rank, stream, out, restart))
+    if progress.done >= training.train_iters:
+        _say(rank, f"all {training.train_iters} iterations are done; nothing is left to train")
+        stop()
+        return
     writer = None
     if rank.backend.rank == 0:
         write_plan(out / "plan.yaml", plan)
         samples = training.global_batch_size // plan.num_microbatches * rank.schedule.num_microbatches
         writer = MetricsWriter(
-            out, sys.stderr, training.train_iters, training.global_batch_size, samples_per_iteration=samples
+            out,
+            sys.stderr,
+            training.train_iters,
+            training.global_batch_size,
+            samples_per_iteration=samples,
+            after_iteration=progress.done or None,
         )
-        writer.reference(summary.unigram_entropy_nats)
-    progress = _Progress()
-    stream = build_batches(plan.run, rank_info=rank.backend, extra_microbatches=extra)
-    _validate(rank, writer, 0)
-    for iteration in range(1, training.train_iters + 1):
-        _iterate(rank, stream, iteration, writer, progress)
+        if not progress.done:
+            writer.reference(summary.unigram_entropy_nats)
+    if not progress.done:
+        _validate(rank, writer, 0)
+    guard = Guard(stop_is_requested)
+    for iteration in range(progress.done + 1, training.train_iters + 1):
+        _iterate(rank, stream, iteration, writer, progress, guard)
+        if iteration < training.train_iters:
+            _save_if_due(rank, stream, iteration, out, guard.stops)
     _validate(rank, writer, training.train_iters)
-    checkpoint.save(out / "checkpoints", training.train_iters, rank.model, plan)
+    # Measurements first: who finds the last checkpoint finds them too.
     write_measurements(
         out,
         rank.backend,
@@ -83,20 +114,65 @@ def train(plan: Plan, out: Path) -> None:
             state_bytes=progress.state_bytes,
         ),
         message_bytes=plan.stages[0].output_bytes,
-        untimed=[*WARM_UP_ITERATIONS, MEMORY_ITERATION],
+        untimed=range(progress.done + 1, progress.done + WARM_UP_ITERATIONS + 2),
         wall_s=time.monotonic() - started,
     )
     if writer is not None:
         writer.close()
+    _save(rank, stream, training.train_iters, out)
     stop()
 
 
+def _go_on(rank: Rank, stream: BatchStream, out: Path, restart: bool) -> int:
+    """Restore the newest valid checkpoint in ``out``, if any; iterations done. Collective."""
+    if restart and rank.backend.rank == 0:
+        resume.start_over(out)
+    found = resume.find_together(out / "checkpoints", rank.plan)
+    if found is None:
+        return 0
+    for note in [*found.notes, *resume.restore(rank, stream, found)]:
+        _say(rank, note)
+    return found.position.iteration
+
+
+def _save_if_due(rank: Rank, stream: BatchStream, iteration: int, out: Path, stops: bool) -> None:
+    interval = rank.plan.run.training.save_interval
+    if stops or (interval is not None and iteration % interval == 0):
+        _save(rank, stream, iteration, out)
+    if stops:
+        _say(rank, f"stopped on request after iteration {iteration}, which is saved")
+        stop()
+        raise Preempted(f"training was stopped after iteration {iteration}; the same command goes on")
+
+
+def _save(rank: Rank, stream: BatchStream, iteration: int, out: Path) -> None:
+    checkpoint.save(
+        out / "checkpoints",
+        iteration,
+        rank.model,
+        rank.plan,
+        training=rank.training,
+        position=resume.position_of(rank, stream, iteration),
+        backend=rank.backend,
+    )
+
+
+def _say(rank: Rank, text: str) -> None:
+    if rank.backend.rank == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
 def _iterate(
-    rank: Rank, stream: BatchStream, iteration: int, writer: MetricsWriter | None, progress: _Progress
+    rank: Rank,
+    stream: BatchStream,
+    iteration: int,
+    writer: MetricsWriter | None,
+    progress: _Progress,
+    guard: Guard,
 ) -> None:
     """One training iteration with its bookkeeping."""
     training = rank.plan.run.training
-    is_memory_iteration = iteration == min(MEMORY_ITERATION, training.train_iters)
+    is_memory_iteration = iteration == min(progress.done + WARM_UP_ITERATIONS + 1, training.train_iters)
     if is_memory_iteration:
         progress.state_bytes = rank.training.state_bytes()
         progress.process_peak_bytes = peak_resident_bytes()
@@ -106,7 +182,7 @@ def _iterate(
         else contextlib.nullcontext(AllocationTrace())
     )
     with tracing as allocations:
-        trace, values = _train_step(rank, stream, iteration)
+        trace, values = _train_step(rank, stream, iteration, guard)
     if is_memory_iteration:
         progress.allocations = allocations
         trace.memory = _live_bytes(allocations, progress.state_bytes)
@@ -116,7 +192,9 @@ def _iterate(
         writer.train(iteration, values, print_line=due)
 
 
-def _train_step(rank: Rank, stream: BatchStream, iteration: int) -> tuple[StageTrace, dict[str, Any]]:
+def _train_step(
+    rank: Rank, stream: BatchStream, iteration: int, guard: Guard | None = None
+) -> tuple[StageTrace, dict[str, Any]]:
     """Forward and backward of all microbatches, gradient synchronisation, optimizer step, loss reduction."""
     clock = rank.clock
     clock.start()
@@ -126,6 +204,7 @@ def _train_step(rank: Rank, stream: BatchStream, iteration: int) -> tuple[StageT
     record = rank.executor.run(lambda m: on_device(stream.read(m), rank.backend.device))
     stream.advance(rank.schedule.num_microbatches)
     computed = clock.mark()
+    (guard or Guard()).check(iteration, record, rank.training, _head_names(rank.plan))
     rank.training.synchronize_gradients()
     synchronised = clock.mark()
     step = rank.training.step()
@@ -192,7 +271,7 @@ def _evaluate_one(rank: Rank, index: int, batch: Batch) -> dict[str, Tensor]:
 
 def _mean_losses(rank: Rank, record: IterationRecord) -> dict[str, float]:
     """Mean loss of every head on every rank: sums over stages, means over microbatches and replicas."""
-    names = [exit_name(exit_.depth) for exit_ in rank.plan.exits] + [FINAL]
+    names = _head_names(rank.plan)
     sums = torch.zeros(len(names), dtype=torch.float64, device=rank.backend.device)
     for losses in record.losses:
         for name, loss in losses.items():
@@ -201,6 +280,11 @@ def _mean_losses(rank: Rank, record: IterationRecord) -> dict[str, float]:
     dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())
     dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
     return dict(zip(names, (sums / rank.backend.data_size).tolist(), strict=True))
+
+
+def _head_names(plan: Plan) -> list[str]:
+    """Names of all losses, from the first layer up."""
+    return [exit_name(exit_.depth) for exit_ in plan.exits] + [FINAL]
 
 
 def _live_bytes(allocations: AllocationTrace, state_bytes: int) -> list[tuple[int, int]]:

@@ -75,6 +75,42 @@ class Training:
         self.scheduler.step(increment=self.run.training.global_batch_size)
         return StepResult(float(grad_norm or 0.0), learning_rate)
 
+    @staticmethod
+    def main_parameter(parameter: Tensor) -> Tensor:
+        """What the optimizer updates: the parameter's fp32 copy in bf16, else the parameter itself."""
+        main: Tensor = getattr(parameter, "main_param", parameter)
+        return main
+
+    def moments(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Adam's state of a parameter, made as zeros where no step has been done yet."""
+        main = self.main_parameter(parameter)
+        state: dict[str, Tensor] = _inner_optimizer(self.optimizer).state[main]
+        for key in ("exp_avg", "exp_avg_sq"):
+            state.setdefault(key, torch.zeros_like(main, memory_format=torch.preserve_format))
+        state.setdefault("step", torch.tensor(0.0))
+        return state
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Updates done; what Adam's bias correction counts."""
+        return max((int(self.moments(p)["step"]) for p in self.model.parameters()), default=0)
+
+    @optimizer_steps.setter
+    def optimizer_steps(self, steps: int) -> None:
+        for parameter in self.model.parameters():
+            self.moments(parameter)["step"].fill_(steps)
+
+    @property
+    def learning_rate_steps(self) -> int:
+        """Samples by which the learning-rate schedule has advanced."""
+        return int(self.scheduler.num_steps)
+
+    @learning_rate_steps.setter
+    def learning_rate_steps(self, samples: int) -> None:
+        self.scheduler.num_steps = samples
+        # Of nothing: sets the learning rate and the weight decay that belong to the position.
+        self.scheduler.step(increment=0)
+
     def state_tensors(self) -> list[Tensor]:
         """Every long-lived tensor of this rank: parameters, gradient buffers, optimizer state."""
         tensors: list[Tensor] = list(self.model.parameters())

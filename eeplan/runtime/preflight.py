@@ -14,6 +14,7 @@ from eeplan.files import require_writable_folder
 from eeplan.plan import Plan, load_plan
 from eeplan.runtime.dataset_files import check_data
 from eeplan.runtime.launch import launch
+from eeplan.runtime.plan_identity import training_hash
 
 
 def require_runtime() -> None:
@@ -59,6 +60,8 @@ def check_training(plan_path: Path, out: Path, nproc: int | None = None) -> Plan
 def require_folder_for(plan: Plan, out: Path) -> None:
     """Refuse a run directory that cannot be written, or that holds the run of another plan.
 
+    A plan that differs in its parallel layout only may go on there.
+
     Raises:
         FileError, PlanError.
     """
@@ -71,23 +74,29 @@ def require_folder_for(plan: Plan, out: Path) -> None:
     except (FileError, SchemaError, PlanError) as error:
         raise PlanError(f"run directory {out} is damaged: {error}") from None
     # Data paths are relative to the plan's folder, so the hashes of a plan and its copy differ.
-    if other.model_copy(update={"content_sha256": ""}) != plan.model_copy(update={"content_sha256": ""}):
+    same = other.model_copy(update={"content_sha256": ""}) == plan.model_copy(update={"content_sha256": ""})
+    if not same and training_hash(other) != training_hash(plan):
         raise PlanError(
             f"run directory {out} holds the run of another plan (its plan.yaml has content_sha256 "
             f"{other.content_sha256[:12]}…, this plan {plan.content_sha256[:12]}…); choose another --out"
         )
 
 
-def run_ranks(plan_path: Path, plan: Plan, out: Path, progress: Progress) -> None:
+def run_ranks(plan_path: Path, plan: Plan, out: Path, progress: Progress, *, restart: bool = False) -> None:
     """Train a plan that :func:`check_training` has passed; returns when all ranks have finished.
 
+    Args:
+        restart: begin anew where ``out`` holds checkpoints, instead of going on from the newest.
+
     Raises:
-        EeplanError: an error that a rank reported. LaunchError: a rank died.
+        EeplanError: an error that a rank reported. LaunchError: a rank died. Preempted: all ranks saved and
+        ended after a SIGTERM or SIGUSR1 to this process or any of them.
     """
     launch(
         "eeplan.runtime.train",
-        [str(plan_path), "--out", str(out)],
+        [str(plan_path), "--out", str(out), *(["--restart"] if restart else [])],
         nproc=plan.run.parallel.world_size,
         log=out / "train.log",
         on_line=follow_training(progress),
+        saves_when_stopped=True,
     )

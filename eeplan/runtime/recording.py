@@ -140,10 +140,17 @@ class MetricsWriter:
         train_iters: int,
         global_batch_size: int,
         samples_per_iteration: int | None = None,
+        after_iteration: int | None = None,
     ) -> None:
         out.mkdir(parents=True, exist_ok=True)
-        self._file = (out / "metrics.jsonl").open("w")
-        self._board = SummaryWriter(str(out / "tensorboard"))
+        if after_iteration is not None:
+            # Goes on from there: what was recorded later happens again.
+            _cut_metrics(out / "metrics.jsonl", after_iteration)
+        self._file = (out / "metrics.jsonl").open("w" if after_iteration is None else "a")
+        self._board = SummaryWriter(
+            str(out / "tensorboard"),
+            purge_step=None if after_iteration is None else after_iteration + 1,
+        )
         self._log = log
         self._train_iters = train_iters
         self._global_batch_size = global_batch_size
@@ -280,3 +287,22 @@ def _loss_text(losses: Mapping[str, float]) -> str:
     return " | ".join(
         f"{'lm' if name == 'final' else name.replace('_', ' ')} loss: {loss:.6E}" for name, loss in ordered
     )
+
+
+def _cut_metrics(path: Path, iteration: int) -> None:
+    """Cut metrics.jsonl back to what was known after ``iteration``, so that nothing appears twice.
+
+    A run that was killed has logged iterations that its last checkpoint does not hold; they run again.
+    """
+    if not path.exists():
+        return
+    lines = []
+    for line in path.read_text().splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            # Half a line, written as the run was killed; it belongs to an iteration that runs again.
+            continue
+        if record.get("iteration", 0) <= iteration:
+            lines.append(line + "\n")
+    write_text(path, "".join(lines))

@@ -6,25 +6,43 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
-from eeplan.errors import EeplanError
+from eeplan.errors import EeplanError, Preempted
 from eeplan.runtime.launch import die_with_parent
+from eeplan.runtime.stopping import STOP_SIGNALS, stop_requests
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse the command line, train, and turn the user's errors into one line and exit code 2."""
+    """Parse the command line and train.
+
+    Returns:
+        Exit code: 0; 2 for an error of the input, told in one line; 75 when stopped by a signal after saving.
+    """
     parser = argparse.ArgumentParser(prog="eeplan.runtime.train")
     parser.add_argument("plan", type=Path)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--restart", action="store_true")
     arguments = parser.parse_args(argv)
     try:
-        # Heavy imports only now, so that an orphaned worker ends before it loads torch.
-        from eeplan.plan import load_plan
-        from eeplan.runtime.loop import train
+        with stop_requests() as request:
+            # Heavy imports only now, so that an orphaned worker ends before it loads torch.
+            from eeplan.plan import load_plan
+            from eeplan.runtime.loop import train
 
-        train(load_plan(arguments.plan), arguments.out)
+            train(
+                load_plan(arguments.plan),
+                arguments.out,
+                restart=arguments.restart,
+                stop_is_requested=lambda: request.is_made,
+            )
+    except Preempted as stopped:
+        for number in STOP_SIGNALS:
+            # The launcher ends the ranks that are left once the first one is gone.
+            signal.signal(number, signal.SIG_IGN)
+        return stopped.exit_code
     except EeplanError as error:
         print(f"eeplan: error: {error}", file=sys.stderr, flush=True)
         return 2

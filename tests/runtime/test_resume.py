@@ -1,0 +1,82 @@
+"""Going on from a checkpoint is bitwise going on; nothing that matters may be missing from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import make_plan
+from small_data import build_small, run_for
+
+from eeplan.plan import write_plan
+from eeplan.runtime.launch import launch
+
+ITERATIONS = 12
+CASES = {
+    "one process, fp32": {"parallel__pipeline_model_parallel_size": 1},
+    "two stages, bf16": {"training__precision": "bf16"},
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank saw: uninterrupted, resumed after every iteration, resumed with a part left out."""
+    folder = tmp_path_factory.mktemp("resume")
+    plan = plan_in(folder, **CASES[request.param])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent))
+        launch(
+            "resume_worker",
+            [str(folder / "plan.yaml"), str(folder / "checkpoints"), str(folder / "seen")],
+            nproc=plan.run.parallel.world_size,
+            threads_per_process=1,
+        )
+    return [
+        json.loads((folder / f"seen.{rank}.json").read_text()) for rank in range(plan.run.parallel.world_size)
+    ]
+
+
+def plan_in(folder: Path, **overrides: Any) -> Any:
+    """Two exits, loss weights that ramp over the whole run, clipping and decay on."""
+    settings: dict[str, Any] = {
+        "model__num_layers": 4,
+        "model__hidden_size": 16,
+        "model__num_attention_heads": 2,
+        "training__global_batch_size": 4,
+        "training__seq_length": 16,
+        "training__train_iters": ITERATIONS,
+        "training__lr": 0.01,
+        "training__lr_warmup_iters": 3,
+        "exits": {
+            "layers": [{"layer": 1}, {"layer": 3, "head": "mlp"}],
+            "loss_weights": {"warmup": {"style": "linear", "init": 0.1, "iters": 20}},
+        },
+    }
+    plan = make_plan(run_for(build_small(folder), **(settings | overrides)))
+    return write_plan(folder / "plan.yaml", plan)
+
+
+def test_every_step_is_the_same_after_a_resume(ranks: list[dict[str, Any]]) -> None:
+    for rank, seen in enumerate(ranks):
+        assert len({json.dumps(step) for step in seen["whole"]}) == ITERATIONS, "the run moves"
+        for iteration in range(1, ITERATIONS):
+            after = seen["resumed"][str(iteration)]
+            assert after, "something ran"
+            assert after == seen["whole"][iteration : iteration + len(after)], (rank, iteration)
+
+
+def test_leaving_anything_out_is_noticed(ranks: list[dict[str, Any]]) -> None:
+    """After one more step from iteration 5 the weights differ, whatever was not restored."""
+    expected = [seen["whole"][5]["weights"] for seen in ranks]
+    is_bf16 = len(ranks) == 2
+    for name in ranks[0]["forgot"]:
+        weights = [seen["forgot"][name][0]["weights"] for seen in ranks]
+        if name == "master copies" and not is_bf16:
+            assert weights == expected, "fp32 has none"
+        elif name == "weights" and is_bf16:
+            parts = [seen["forgot"][name][0] for seen in ranks]
+            assert parts != [seen["whole"][5] for seen in ranks], "the step's gradient was another"
+        else:
+            assert weights != expected, name
