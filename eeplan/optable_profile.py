@@ -307,7 +307,7 @@ def _optimizer(table: OpTable, run: RunSpec) -> OptimizerCost:
         parameters = sum(entry.params_bytes for entry in table.bytes[tp]) // 4
     return OptimizerCost(
         fixed_s=0.0,
-        per_parameter_s=update_s / parameters,
+        per_parameter_s=update_s / max(parameters, 1),
         state_bytes_per_parameter=STATE_BYTES[run.training.precision],
         points=((parameters, update_s),),
     )

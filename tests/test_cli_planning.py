@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,17 @@ def test_validate_paper(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
         assert part in out
     assert main(["validate", "paper", "--data", str(tmp_path / "none.json")]) == 2
     assert "does not exist" in capsys.readouterr().err
+
+
+def test_no_torch_is_needed() -> None:
+    code = (
+        "import sys\nsys.modules['torch'] = sys.modules['megatron'] = None\n"
+        "import eeplan.sweep_figures, eeplan.optable_profile, eeplan.megatron_reader\n"
+        "import eeplan.validate.sailor\n"
+        "from eeplan.cli import main\nsys.exit(main(['validate', 'paper']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_validate_sailor(capsys: pytest.CaptureFixture[str], validation_data: Path) -> None:

@@ -157,8 +157,10 @@ def validate_sailor(
         "calibrated": {"time": summarize([*calibrated.values()]).document()},
         "op_times_only": {"time": summarize([p.compute_error for p in predictions]).document()},
         "calibrated_with_links": {"time": summarize([*with_links.values()]).document()},
-        "without_siblings": [run.name for run in file.runs if _qualifies(run) and run.name not in calibrated],
-        "runs": [_row(p, calibrated.get(p.run.name)) for p in predictions],
+        "without_siblings": [
+            run.name for index, run in enumerate(file.runs) if _qualifies(run) and index not in calibrated
+        ],
+        "runs": [_row(p, calibrated.get(index)) for index, p in enumerate(predictions)],
         "constants": _constants(link, base_bytes),
         "data": table.source,
     }
@@ -289,27 +291,26 @@ def _tied_sync_ns(link: Transfer, table: OpTable, measured: MeasuredRun) -> int:
     return to_ns(ring_all_reduce_s(link, table.bytes[tp][-1].params_bytes, 2))
 
 
-def _leave_one_out(predicted_s: Sequence[float], runs: Sequence[MeasuredRun]) -> dict[str, float]:
-    """Errors after scaling each prediction by the mean ratio measured/predicted of its siblings.
+def _leave_one_out(predicted_s: Sequence[float], runs: Sequence[MeasuredRun]) -> dict[int, float]:
+    """Errors by index, after scaling each prediction by the mean ratio measured/predicted of its siblings.
 
     Siblings have the same number of stages and the same microbatch and tensor parallel size. Covered: at
     least two stages, at least :data:`MIN_MICROBATCHES` microbatches, at least one sibling.
     """
     ratios = {
-        run.name: run.measured_iteration_time_s / predicted
-        for run, predicted in zip(runs, predicted_s, strict=True)
+        index: run.measured_iteration_time_s / predicted
+        for index, (run, predicted) in enumerate(zip(runs, predicted_s, strict=True))
         if _qualifies(run)
     }
-    by_name = {run.name: run for run in runs}
     errors = {}
-    for name, ratio in ratios.items():
+    for index, ratio in ratios.items():
         siblings = [
-            other
-            for other_name, other in ratios.items()
-            if other_name != name and _kin(by_name[other_name]) == _kin(by_name[name])
+            other_ratio
+            for other, other_ratio in ratios.items()
+            if other != index and _kin(runs[other]) == _kin(runs[index])
         ]
         if siblings:
-            errors[name] = sum(siblings) / len(siblings) / ratio - 1.0
+            errors[index] = sum(siblings) / len(siblings) / ratio - 1.0
     return errors
 
 
