@@ -7,31 +7,18 @@ from eeplan's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from eeplan.errors import SpecError
 from eeplan.megatron_flags import FIELDS, LLAMA_FLAGS, parse_layout, plain_slot
 from eeplan.megatron_tables import DEFAULTS, IRRELEVANT_PREFIXES, TOKENIZER_SIZES, UNSUPPORTED
 from eeplan.schema import validate
+from eeplan.script_flags import FlagReader, Unread, flags_of
 from eeplan.shell_words import Command, launch_command
 from eeplan.sim.layout import Layout, layout_of
 from eeplan.spec import HeadKind, RunSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Unread:
-    """A flag that did not find its way into the run."""
-
-    flag: str
-    values: tuple[str, ...]
-    why: str
-
-    @property
-    def text(self) -> str:
-        """The flag with its values."""
-        return " ".join([self.flag, *self.values])
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,54 +29,6 @@ class ScriptRun:
     not_understood: tuple[Unread, ...]
     assumed: tuple[str, ...]
     """Values that the script leaves open, and what was taken."""
-
-
-@dataclass(slots=True)
-class _Reader:
-    """Flags of a script, ticked off as they are used."""
-
-    flags: dict[str, tuple[str, ...]]
-    where: str
-    unread: list[Unread] = field(default_factory=list)
-    assumed: list[str] = field(default_factory=list)
-
-    def take(self, flag: str) -> tuple[str, ...] | None:
-        """Values of ``flag``, which is then done with; None when it is not given."""
-        return self.flags.pop(flag, None)
-
-    def switch(self, flag: str) -> bool:
-        """Whether a flag without values is given."""
-        return self.take(flag) is not None
-
-    def one(self, flag: str) -> str | None:
-        """The single value of ``flag``.
-
-        Raises:
-            SpecError: several values, or none.
-        """
-        values = self.take(flag)
-        if values is None:
-            return None
-        if len(values) != 1:
-            raise SpecError(f"{self.where}: {flag} has {len(values)} values; expected one")
-        return values[0]
-
-    def number(self, flag: str, kind: Callable[[str], Any]) -> Any:
-        """The single value of ``flag`` as a number; None when it is not given."""
-        text = self.one(flag)
-        return None if text is None else self.parsed(flag, text, kind)
-
-    def parsed(self, flag: str, text: str, kind: Callable[[str], Any]) -> Any:
-        """A number out of a script.
-
-        Raises:
-            SpecError: it is none, for example because its variable has no value.
-        """
-        try:
-            return kind(text)
-        except ValueError:
-            remedy = "; give the variable a value with --define NAME=VALUE" if "$" in text else ""
-            raise SpecError(f"{self.where}: {flag} is {text!r}; expected a number{remedy}") from None
 
 
 def read_script(
@@ -108,7 +47,7 @@ def read_script(
         SpecError: a needed flag is missing or not a number.
     """
     command = launch_command(text, where, defined)
-    reader = _Reader(_flags_of(command.arguments), where)
+    reader = FlagReader(flags_of(command.arguments), where)
     document: dict[str, Any] = {"schema_version": 1, "name": "from_script"}
     _read_fields(reader, document)
     _read_model(reader, document, vocab_size)
@@ -122,20 +61,7 @@ def read_script(
     return ScriptRun(run, tuple(reader.unread), tuple(reader.assumed))
 
 
-def _flags_of(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Flags with their values; the last of equal ones counts, as in argparse."""
-    flags: dict[str, tuple[str, ...]] = {}
-    current: str | None = None
-    for word in words:
-        if word.startswith("--"):
-            current, equals, value = word.partition("=")
-            flags[current] = (value,) if equals else ()
-        elif current is not None:
-            flags[current] += (word,)
-    return flags
-
-
-def _read_fields(reader: _Reader, document: dict[str, Any]) -> None:
+def _read_fields(reader: FlagReader, document: dict[str, Any]) -> None:
     for section in ("model", "parallel", "training", "data"):
         document[section] = {}
     for flag, path, kind in FIELDS:
@@ -159,7 +85,7 @@ def _read_fields(reader: _Reader, document: dict[str, Any]) -> None:
     _read_data(reader, document)
 
 
-def _read_data(reader: _Reader, document: dict[str, Any]) -> None:
+def _read_data(reader: FlagReader, document: dict[str, Any]) -> None:
     paths = reader.take("--data-path") or reader.take("--train-data-path") or ()
     # Weights and prefixes alternate when there are several.
     prefixes = paths[1::2] if len(paths) > 1 else paths
@@ -180,7 +106,7 @@ def _read_data(reader: _Reader, document: dict[str, Any]) -> None:
     }
 
 
-def _read_model(reader: _Reader, document: dict[str, Any], vocab_size: int | None) -> None:
+def _read_model(reader: FlagReader, document: dict[str, Any], vocab_size: int | None) -> None:
     model = document["model"]
     model["untie_embeddings_and_output_weights"] = reader.switch("--untie-embeddings-and-output-weights")
     groups = reader.number("--num-query-groups", int)
@@ -195,9 +121,9 @@ def _read_model(reader: _Reader, document: dict[str, Any], vocab_size: int | Non
     model["vocab_size"] = _vocabulary(reader, vocab_size)
 
 
-def _require_llama(reader: _Reader) -> None:
+def _require_llama(reader: FlagReader) -> None:
     """Report where the script's model differs from the kind that eeplan builds."""
-    wanted = _flags_of(LLAMA_FLAGS)
+    wanted = flags_of(LLAMA_FLAGS)
     for flag, values in wanted.items():
         given = reader.take(flag)
         if flag in ("--attention-dropout", "--hidden-dropout"):
@@ -214,7 +140,7 @@ def _require_llama(reader: _Reader) -> None:
         reader.unread = [one for one in reader.unread if one.flag != "--position-embedding-type"]
 
 
-def _vocabulary(reader: _Reader, vocab_size: int | None) -> int:
+def _vocabulary(reader: FlagReader, vocab_size: int | None) -> int:
     kind = (reader.flags.get("--tokenizer-type") or ("",))[0]
     said = reader.number("--vocab-size", int)
     padded = reader.number("--padded-vocab-size", int)
@@ -232,7 +158,7 @@ def _vocabulary(reader: _Reader, vocab_size: int | None) -> int:
     raise SpecError(f"{reader.where}: the script does not say the size of the vocabulary; add --vocab-size")
 
 
-def _read_parallel(reader: _Reader, document: dict[str, Any], command: Command) -> None:
+def _read_parallel(reader: FlagReader, document: dict[str, Any], command: Command) -> None:
     parallel, training = document["parallel"], document["training"]
     stages = parallel["pipeline_model_parallel_size"]
     layout = reader.one("--pipeline-model-parallel-layout")
@@ -262,7 +188,7 @@ def _read_parallel(reader: _Reader, document: dict[str, Any], command: Command) 
     training["global_batch_size"] = reader.parsed("--global-batch-size", given[0], int) if given else per_step
 
 
-def _read_lengths(reader: _Reader, training: dict[str, Any]) -> None:
+def _read_lengths(reader: FlagReader, training: dict[str, Any]) -> None:
     """A training given in samples, a warm-up given as a fraction, and a decay that ends with the training."""
     samples = reader.number("--train-samples", int)
     if samples is not None:
@@ -278,8 +204,8 @@ def _read_lengths(reader: _Reader, training: dict[str, Any]) -> None:
         training["lr_warmup_iters"] = int(fraction * decay)
 
 
-def _world_size(reader: _Reader, command: Command) -> int | None:
-    flags = {name.replace("-", "_"): values for name, values in _flags_of(command.launcher).items()}
+def _world_size(reader: FlagReader, command: Command) -> int | None:
+    flags = {name.replace("-", "_"): values for name, values in flags_of(command.launcher).items()}
     sizes = []
     for name in ("__nproc_per_node", "__nnodes"):
         values = flags.get(name)
@@ -294,7 +220,7 @@ def _world_size(reader: _Reader, command: Command) -> int | None:
     return sizes[0] * (sizes[1] if len(sizes) > 1 else 1)
 
 
-def _read_exits(reader: _Reader, layout: Layout) -> dict[str, Any]:
+def _read_exits(reader: FlagReader, layout: Layout) -> dict[str, Any]:
     layers = [reader.parsed("--exit-layer-nums", t, int) for t in reader.take("--exit-layer-nums") or ()]
     weights = _floats(reader, "--exit-layer-weight") or [1.0] * len(layers)
     inits = _floats(reader, "--exit-layer-weight-init") or [0.0] * len(layers)
@@ -331,11 +257,11 @@ def _read_exits(reader: _Reader, layout: Layout) -> dict[str, Any]:
     return {"exits": exits | ({"loss_weights": {"warmup": warmup}} if warmup else {})}
 
 
-def _floats(reader: _Reader, flag: str) -> list[float]:
+def _floats(reader: FlagReader, flag: str) -> list[float]:
     return [reader.parsed(flag, text, float) for text in reader.take(flag) or ()]
 
 
-def _head_kind(reader: _Reader) -> HeadKind:
+def _head_kind(reader: FlagReader) -> HeadKind:
     norm = reader.switch("--use-exit-norm")
     mlp, block = reader.take("--use-exit-mlp"), reader.take("--use-exit-block")
     if mlp is not None and block is not None:
@@ -352,14 +278,14 @@ def _head_kind(reader: _Reader) -> HeadKind:
     return "norm" if norm else "minimal"
 
 
-def _note_temperature(reader: _Reader) -> None:
+def _note_temperature(reader: FlagReader) -> None:
     temperatures = reader.take("--exit-layer-temperature")
     if temperatures and any(text not in ("1", "1.0") for text in temperatures):
         reader.unread.append(Unread("--exit-layer-temperature", temperatures, "temperature of exit losses"))
 
 
 def _warmup(
-    reader: _Reader, weights: Sequence[float], inits: Sequence[float], iters: int, style: str
+    reader: FlagReader, weights: Sequence[float], inits: Sequence[float], iters: int, style: str
 ) -> dict[str, Any] | None:
     """The schedule of the loss weights: one factor for all exits."""
     if not iters:
@@ -379,7 +305,7 @@ def _warmup(
     return {"style": style, "init": factor, "iters": iters}
 
 
-def _read_fill(reader: _Reader) -> dict[str, Any]:
+def _read_fill(reader: FlagReader) -> dict[str, Any]:
     filling = reader.switch("--fill-explicit-bubbles")
     warmup = reader.number("--num-fill-warmup-microbatches", int)
     cooldown = reader.number("--num-fill-cooldown-microbatches", int)
@@ -391,7 +317,7 @@ def _read_fill(reader: _Reader) -> dict[str, Any]:
     return {"fill": {"policy": {"warmup": warmup, "cooldown": cooldown}, "mode": "same_count"}}
 
 
-def _sort_rest(reader: _Reader, run: RunSpec) -> None:
+def _sort_rest(reader: FlagReader, run: RunSpec) -> None:
     """Flags that nobody took: saying what holds anyway, irrelevant, not supported, or unknown."""
     holds = {"--rotary-percent": 1.0, "--kv-channels": float(run.model.head_dim)}
     for flag, values in reader.flags.items():

@@ -362,7 +362,8 @@ def _least(
     """
     stages = batch.forward_ns.shape[1]
     bounds = batch.optimizer_ns[allowed]
-    if len(allowed) > CHUNK:
+    is_whole = len(allowed) <= CHUNK
+    if not is_whole:
         if num_microbatches >= stages:
             bounds = bounds + closed_form_makespans_ns(
                 batch.forward_ns[allowed], batch.backward_ns[allowed], num_microbatches
@@ -375,13 +376,15 @@ def _least(
         if best is not None and int(bounds[start]) > best[0]:
             break
         rows = allowed[start : start + CHUNK]
-        ends = ends_ns(batch.forward_ns[rows], batch.backward_ns[rows], num_microbatches, batch.message_ns)
+        # Most configurations have few candidates, all allowed; picking those costs as much as judging them.
+        pick = slice(None) if is_whole and len(rows) == len(batch.forward_ns) else rows
+        ends = ends_ns(batch.forward_ns[pick], batch.backward_ns[pick], num_microbatches, batch.message_ns)
         pipeline = ends.max(axis=1)
-        ready = ends + batch.data_sync_ns[rows]
+        ready = ends + batch.data_sync_ns[pick]
         # Every stage but those holding the shared matrix is done when its own reduction is.
-        shared = np.where(batch.holds[rows], ready, 0).max(axis=1) + batch.shared_sync_ns[rows]
+        shared = np.where(batch.holds[pick], ready, 0).max(axis=1) + batch.shared_sync_ns[pick]
         sync = np.maximum(ready.max(axis=1), shared) - pipeline
-        iteration = pipeline + sync + batch.optimizer_ns[rows]
+        iteration = pipeline + sync + batch.optimizer_ns[pick]
         for i in np.flatnonzero(iteration == iteration.min()).tolist():
             row = int(rows[i])
             rank = (int(iteration[i]), bool(batch.is_eager[row]), int(peaks[row]), row)
