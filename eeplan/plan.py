@@ -275,7 +275,8 @@ def load_plan(path: Path) -> Plan:
     if plan.content_sha256 != expected:
         raise PlanError(
             f"plan {path}: content_sha256 is {plan.content_sha256[:12] or 'empty'}…, its content hashes to "
-            f"{expected[:12]}…; it was edited, or written by another version of eeplan; plan again from the run file"
+            f"{expected[:12]}…; it was edited, or written by another version of eeplan; plan again from the "
+            "run file"
         )
     run = with_data_paths(plan.run, lambda p: str((path.parent / p).resolve()))
     return plan.model_copy(update={"run": run})
