@@ -79,10 +79,12 @@ def save(
     random_states = gather_random_states(backend) if backend else None
     try:
         _on_first_rank(lambda: _prepare(folder, partial, operations))
+        writer = operations.tensor_writer(partial)
         try:
-            dcp.save(state, storage_writer=operations.tensor_writer(partial))
+            dcp.save(state, storage_writer=writer)
         except dcp.CheckpointException as error:
-            raise _first_cause(error) from error
+            # Raised on all ranks, so they can say to each other what went wrong.
+            raise _of_the_disk(writer.problems) or error from None
         facts = {
             "iteration": iteration,
             "plan_sha256": plan.content_sha256,
@@ -188,15 +190,12 @@ def _on_first_rank(work: Callable[[], None]) -> None:
         raise OSError(*outcome[0])
 
 
-def _first_cause(error: dcp.CheckpointException) -> OSError:
-    """What went wrong on disk, from the collected failures of all ranks."""
-    for failure, _ in error.failures.values():
-        cause: BaseException | None = failure
-        while cause is not None:
-            if isinstance(cause, OSError):
-                return OSError(cause.errno, cause.strerror or str(cause))
-            cause = cause.__cause__ or cause.__context__
-    return OSError(errno.EIO, f"{next(iter(error.failures.values()))[0]}")
+def _of_the_disk(problems: list[OSError]) -> OSError | None:
+    """The first error that the disk of any rank reported; collective."""
+    mine = (problems[0].errno, problems[0].strerror or str(problems[0])) if problems else None
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return next((OSError(*problem) for problem in gathered if problem is not None), None)
 
 
 def _remove_quietly(partial: Path) -> None:

@@ -7,12 +7,13 @@ of itself. So whatever happens at whatever moment, a folder with a valid manifes
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,51 +91,80 @@ class FileOperations:
         # What stays behind under a hidden name is removed by the next save.
         shutil.rmtree(path, ignore_errors=True)
 
-    def tensor_writer(self, folder: Path) -> dcp.FileSystemWriter:
-        """torch.distributed.checkpoint's writer, with its own writes, syncs and renames announced too."""
+    def tensor_writer(self, folder: Path) -> TensorWriter:
+        """A writer for torch.distributed.checkpoint below ``folder``."""
+        return TensorWriter(folder, self.before)
+
+
+class TensorWriter(dcp.FileSystemWriter):
+    """torch.distributed.checkpoint's writer that announces its writes, syncs and renames too.
+
+    ``problems`` has the errors of the disk; torch's serialisation turns some of them into others.
+    """
+
+    def __init__(self, folder: Path, before: Callable[[str, Path], None]) -> None:
         # Several threads would make the order of operations, and so the meaning of a failed one, random.
-        writer = dcp.FileSystemWriter(folder, thread_count=1, sync_files=True)
-        writer.fs = _AnnouncingFileSystem(self.before)
-        return writer
+        super().__init__(folder, thread_count=1, sync_files=True)
+        self.problems: list[OSError] = []
+        self.fs = _AnnouncingFileSystem(before, self.problems)
 
 
 class _AnnouncingFileSystem(FileSystem):
-    def __init__(self, before: Callable[[str, Path], None]) -> None:
+    def __init__(self, before: Callable[[str, Path], None], problems: list[OSError]) -> None:
         self._before = before
+        self._problems = problems
 
     def create_stream(self, path: Any, mode: str) -> Any:
-        if "w" in mode:
+        with _noted_in(self._problems):
             self._before("open", Path(path))
-        return _AnnouncingStream(Path(path).open(mode), Path(path), self._before)
+            return _AnnouncingStream(Path(path).open(mode), Path(path), self._before, self._problems)
 
     def rename(self, path: Any, new_path: Any) -> None:
-        self._before("rename", Path(new_path))
-        super().rename(path, new_path)
+        with _noted_in(self._problems):
+            self._before("rename", Path(new_path))
+            super().rename(path, new_path)
 
 
 class _AnnouncingStream:
     """A file that announces what is done with it; asked for its number, it is about to be synced."""
 
-    def __init__(self, file: Any, path: Path, before: Callable[[str, Path], None]) -> None:
-        self._file, self._path, self._before = file, path, before
+    def __init__(
+        self, file: Any, path: Path, before: Callable[[str, Path], None], problems: list[OSError]
+    ) -> None:
+        self._file, self._path, self._before, self._problems = file, path, before, problems
 
     def __enter__(self) -> _AnnouncingStream:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        self.close()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
 
     def write(self, data: Any) -> int:
-        self._before("write", self._path)
-        return int(self._file.write(data))
+        with _noted_in(self._problems):
+            self._before("write", self._path)
+            return int(self._file.write(data))
 
     def fileno(self) -> int:
-        self._file.flush()
-        self._before("fsync", self._path)
-        return int(self._file.fileno())
+        with _noted_in(self._problems):
+            self._file.flush()
+            self._before("fsync", self._path)
+            return int(self._file.fileno())
+
+    def close(self) -> None:
+        with _noted_in(self._problems):
+            self._file.close()
+
+
+@contextlib.contextmanager
+def _noted_in(problems: list[OSError]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        problems.append(error)
+        raise
 
 
 def folder_name(iteration: int) -> str:
