@@ -170,9 +170,9 @@ class TestWork:
         counts: Counter[tuple[int, int]] = Counter()
         extend = kv.KeyValueStore.extend
 
-        def count(self: kv.KeyValueStore, layer: int, start: int, key: Any, value: Any) -> Any:
-            counts.update((layer, start + row) for row in range(len(key)))
-            return extend(self, layer, start, key, value)
+        def count(self: kv.KeyValueStore, layer: int, start: int, entries: torch.Tensor) -> Any:
+            counts.update((layer, start + row) for row in range(len(entries)))
+            return extend(self, layer, start, entries)
 
         monkeypatch.setattr(kv.KeyValueStore, "extend", count)
         list(subject.emissions(PROMPT))
@@ -382,9 +382,9 @@ class TestNegativeControls:
 def test_store_refuses_positions_that_do_not_fit() -> None:
     store = kv.KeyValueStore(2, 4, 1, 8, torch.float32, torch.device("cpu"))
     store.suppose_filled(3)
-    rows = torch.zeros(2, 1, 8)
+    rows = torch.zeros(2, 1, 2, 8)
     with pytest.raises(IndexError, match="positions 3 to 4 do not fit a store of 4"):
-        store.extend(0, 3, rows, rows)
+        store.extend(0, 3, rows)
     assert store.nbytes == 2 * 2 * 4 * 1 * 8 * 4
 
 

@@ -30,9 +30,9 @@ class KeyValueStore:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (num_layers, num_query_groups, capacity, head_dim)
-        self.keys_LGPD = torch.zeros(shape, dtype=dtype, device=device)
-        self.values_LGPD = torch.zeros(shape, dtype=dtype, device=device)
+        shape = (num_layers, 2, num_query_groups, capacity, head_dim)
+        self.entries_L2GPD = torch.zeros(shape, dtype=dtype, device=device)
+        """Keys, then values."""
         self.valid_L = [0] * num_layers
         """On layer l the entries of positions 0 to valid_L[l] - 1 exist."""
         self.capacity = capacity
@@ -41,25 +41,26 @@ class KeyValueStore:
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values."""
-        return self.keys_LGPD.nbytes + self.values_LGPD.nbytes
+        return self.entries_L2GPD.nbytes
 
-    def extend(self, layer: int, start: int, key_RGD: Tensor, value_RGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the entries of consecutive positions from ``start``; return all up to the last of them.
+    def extend(self, layer: int, start: int, entries_RG2D: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the keys and values of consecutive positions from ``start``; return all up to the last one's.
 
         Entries that exist already are written again: the same numbers up to rounding.
 
         Returns:
             Keys and values [G, K, D].
         """
-        stop = start + len(key_RGD)
+        stop = start + len(entries_RG2D)
         if stop > self.capacity:
             raise IndexError(f"positions {start} to {stop - 1} do not fit a store of {self.capacity}")
         missing = start - self.valid_L[layer]
         assert missing <= 0, f"layer {layer}: {missing} positions before {start} have no keys yet"
-        self.keys_LGPD[layer, :, start:stop] = key_RGD.transpose(0, 1)
-        self.values_LGPD[layer, :, start:stop] = value_RGD.transpose(0, 1)
+        entries_2GPD = self.entries_L2GPD[layer]
+        entries_2GPD[:, :, start:stop] = entries_RG2D.permute(2, 1, 0, 3)
         self.valid_L[layer] = max(stop, self.valid_L[layer])
-        return self.keys_LGPD[layer, :, :stop], self.values_LGPD[layer, :, :stop]
+        keys_GKD, values_GKD = entries_2GPD[:, :, :stop].unbind()
+        return keys_GKD, values_GKD
 
     def truncate(self, length: int) -> None:
         """Forget every entry from position ``length`` on: those tokens were drafts, and are refused."""

@@ -76,7 +76,9 @@ class DecodeNetwork:
             dtype=self._embedding.dtype,
             device=self._embedding.device,
         )
-        self._cos_P11D, self._sin_P11D = _rotation(model, capacity, self._embedding.dtype)
+        queries = shape.num_attention_heads // shape.query_groups
+        self._cos_P1XD, self._sin_P1XD = _rotation(model, capacity, queries, self._embedding.dtype)
+        self._multiply = linear if self.device.type == "cuda" else _multiply_on_cpu
 
     @property
     def device(self) -> torch.device:
@@ -112,7 +114,7 @@ class DecodeNetwork:
             hidden_RH = self._mlp(hidden_RH, norm, fc1, fc2)
         if head.norm is not None:
             hidden_RH = self._norm(hidden_RH, head.norm)
-        return linear(hidden_RH, head.vocabulary)
+        return self._multiply(hidden_RH, head.vocabulary)
 
     def final_logits(self, hidden_RH: Tensor) -> Tensor:
         """Logits [R, V] of the final exit."""
@@ -122,32 +124,28 @@ class DecodeNetwork:
         return rms_norm(hidden_RH, weight.shape, weight, self._eps)
 
     def _mlp(self, hidden_RH: Tensor, norm: Tensor, fc1: Tensor, fc2: Tensor) -> Tensor:
-        gate, up = linear(self._norm(hidden_RH, norm), fc1).chunk(2, dim=-1)
-        return hidden_RH + linear(silu(gate) * up, fc2)
+        gate, up = self._multiply(self._norm(hidden_RH, norm), fc1).chunk(2, dim=-1)
+        return hidden_RH + self._multiply(silu(gate) * up, fc2)
 
     def _run_layer(self, layer: _Layer, hidden_RH: Tensor, position: int, mask: Tensor | None) -> Tensor:
         rows, groups, width = len(hidden_RH), self._groups, self._head_dim
         # Each group holds its N queries, then its key, then its value (megatron-core's layout).
-        qkv_RGXD = linear(self._norm(hidden_RH, layer.attention_norm), layer.qkv).view(
-            rows, groups, -1, width
-        )
-        qk_RGXD = qkv_RGXD[:, :, :-1]
+        qkv_RX = self._multiply(self._norm(hidden_RH, layer.attention_norm), layer.qkv)
+        qkv_RGXD = qkv_RX.view(rows, groups, -1, width)
         here = slice(position, position + rows)
         turned_RGXD = torch.addcmul(
-            qk_RGXD * self._cos_P11D[here], qk_RGXD.roll(width // 2, dims=-1), self._sin_P11D[here]
+            qkv_RGXD * self._cos_P1XD[here], qkv_RGXD.roll(width // 2, dims=-1), self._sin_P1XD[here]
         )
-        keys_GKD, values_GKD = self.store.extend(
-            layer.slot, position, turned_RGXD[:, :, -1], qkv_RGXD[:, :, -1]
-        )
+        keys_GKD, values_GKD = self.store.extend(layer.slot, position, turned_RGXD[:, :, -2:])
         # The queries of one group look at the same keys, so they are rows of one product.
-        query_GND = turned_RGXD[:, :, :-1].permute(1, 2, 0, 3).reshape(groups, -1, width)
+        query_GND = turned_RGXD[:, :, :-2].permute(1, 2, 0, 3).reshape(groups, -1, width)
         if mask is not None:
             mask = mask.repeat(query_GND.shape[1] // rows, 1)
         context_GND = scaled_dot_product_attention(
             query_GND[None], keys_GKD[None], values_GKD[None], attn_mask=mask
         )
         context_RH = context_GND.view(groups, -1, rows, width).permute(2, 0, 1, 3).reshape(rows, -1)
-        hidden_RH = hidden_RH + linear(context_RH, layer.proj)
+        hidden_RH = hidden_RH + self._multiply(context_RH, layer.proj)
         return self._mlp(hidden_RH, layer.mlp_norm, layer.fc1, layer.fc2)
 
     def _mask(self, rows: int, position: int) -> Tensor | None:
@@ -158,18 +156,35 @@ class DecodeNetwork:
         return torch.arange(position + rows, device=self.device)[None] <= queries_R[:, None]
 
 
-def _rotation(model: EarlyExitGPT, capacity: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine, and sine with the sign that turns a roll by half the channels into a rotation [P, 1, 1, D].
+def _multiply_on_cpu(rows_RI: Tensor, weight_OI: Tensor) -> Tensor:
+    """``linear`` for few rows: [R, O].
+
+    A CPU is held up by reading the weights, and its matrix library reads them at half the speed when they are
+    the right-hand factor of a product with two to eight rows (measured with MKL; one row, or many, are fine).
+    """
+    if not 2 <= len(rows_RI) <= 8:
+        return linear(rows_RI, weight_OI)
+    return torch.mm(weight_OI, rows_RI.t()).t().contiguous()
+
+
+def _rotation(model: EarlyExitGPT, capacity: int, queries: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine, and sine with the sign that turns a roll by half the channels into a rotation [P, 1, X, D].
 
     The rotation takes (a, b) to (a cos - b sin, b cos + a sin), with a and b the halves of the channels; a
-    roll gives (b, a).
+    roll gives (b, a). X are a group's queries, its key and its value; the value is turned by no angle, so
+    that all three take one operation.
     """
     with torch.no_grad():
         angles = model.rotary(capacity)
     half = angles.shape[-1] // 2
-    sin = angles.sin()
+    cos, sin = angles.cos(), angles.sin()
     signed = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
-    return angles.cos().to(dtype), signed.to(dtype)
+
+    def with_value(turning_P11D: Tensor, still: float) -> Tensor:
+        parts = (turning_P11D.expand(-1, -1, queries + 1, -1), torch.full_like(turning_P11D, still))
+        return torch.cat(parts, dim=2).to(dtype)
+
+    return with_value(cos, 1.0), with_value(signed, 0.0)
 
 
 def _layer_of(layer: Any, slot: int) -> _Layer:
