@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from eeplan import __version__, cli_planning
+from eeplan import __version__, cli_planning, cli_rehearsal
 from eeplan.cli_output import Json, PlanFile, RunFile
 from eeplan.cli_output import print_json as _print_json
 from eeplan.cli_output import print_result as _print
@@ -36,6 +36,7 @@ bench_app = typer.Typer(rich_markup_mode=None, help="Time eeplan's own parts.")
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 app.add_typer(cli_planning.app)
+app.add_typer(cli_rehearsal.app)
 
 
 @dataclass(slots=True)

@@ -311,6 +311,11 @@ def record_table(title: str, record: Mapping[str, Any]) -> Table:
     return Table(title, tuple((name, _value(value)) for name, value in _flat(record)))
 
 
+def plain_text(phrase: str) -> str:
+    """Plain spaces and hyphens, which a script can search for."""
+    return _text(phrase)
+
+
 def _show_rich(tables: Iterable[Table], stream: TextIO) -> None:
     from rich import box
     from rich.console import Console

@@ -21,6 +21,7 @@ SURFACE = {
     "profile": {"run", "--output", "-o", "--json"},
     "plan": {"run", "--profile", "--output", "-o", "--usage", "--json"},
     "simulate": {"plan", "--trace", "--ascii", "--width", "--json"},
+    "rehearse": {"plan", "--iterations", "--time-scale", "--trace", "--json"},
     "train": {"plan", "--out", "--nproc", "--restart", "--json"},
     "report": {"run_dir", "--output", "-o", "--json"},
     "generate": {

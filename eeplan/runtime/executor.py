@@ -14,16 +14,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from eeplan.runtime.clock import Clock, Mark
-from eeplan.runtime.stage import Batch
 from eeplan.sim.schedule import Instruction, Op, Schedule
 from eeplan.timeline import Direction, SpanKind
+
+if TYPE_CHECKING:
+    # At run time it would bring megatron-core, which a rehearsal needs not.
+    from eeplan.runtime.stage import Batch
 
 
 class Computation(Protocol):
