@@ -17,9 +17,8 @@ from typing import Annotated, Any
 
 import typer
 
-from eeplan import __version__, cli_planning, cli_rehearsal
+from eeplan import __version__, cli_decoding, cli_planning, cli_rehearsal
 from eeplan.cli_output import Json, PlanFile, RunFile
-from eeplan.cli_output import print_json as _print_json
 from eeplan.cli_output import print_result as _print
 from eeplan.cli_output import work as _work
 from eeplan.errors import EeplanError, Preempted
@@ -35,6 +34,7 @@ data_app = typer.Typer(rich_markup_mode=None, help="Build training data.")
 bench_app = typer.Typer(rich_markup_mode=None, help="Time eeplan's own parts.")
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
+app.add_typer(cli_decoding.app)
 app.add_typer(cli_planning.app)
 app.add_typer(cli_rehearsal.app)
 
@@ -223,78 +223,6 @@ def report(
     with _work() as progress, progress.step("write the report"):
         summary = write_report(run_dir, output)
     _print(as_json, summary, lambda: summary_tables(summary, output / "index.html"))
-
-
-@app.command()
-def generate(
-    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Checkpoint folder of a run.")],
-    prompt: Annotated[str, typer.Option("--prompt", help="Text to continue.")],
-    threshold: Annotated[
-        list[float],
-        typer.Option(
-            "--threshold",
-            help="Leave at the first exit this confident; 1.0 never. Once for all exits, or once for each.",
-        ),
-    ],
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 64,
-    mode: Annotated[
-        str, typer.Option("--mode", help="full, kv_recompute, catch_up or self_speculative.")
-    ] = "catch_up",
-    recompute_limit: Annotated[
-        int,
-        typer.Option("--recompute-limit", help="Most tokens that wait for deep layers, or are drafts."),
-    ] = 8,
-    exits: Annotated[
-        str | None, typer.Option("--exits", metavar="DEPTHS", help="Exits to use, as 2,4; else all.")
-    ] = None,
-    confidence: Annotated[
-        str, typer.Option("--confidence", help="max_probability, margin or entropy.")
-    ] = "max_probability",
-    first_early_token: Annotated[
-        int, typer.Option("--first-early-token", help="So many tokens go through all layers first.")
-    ] = 0,
-    temperature: Annotated[
-        float, typer.Option("--temperature", help="0 takes the likeliest token, more draws more freely.")
-    ] = 0.0,
-    top_k: Annotated[int, typer.Option("--top-k", help="Draw from the k likeliest; 0 from all.")] = 0,
-    top_p: Annotated[
-        float, typer.Option("--top-p", help="Draw from the likeliest that have this probability; 0 from all.")
-    ] = 0.0,
-    repetition_penalty: Annotated[
-        float, typer.Option("--repetition-penalty", help="Above 1 discourages tokens that are there already.")
-    ] = 1.0,
-    seed: Annotated[int, typer.Option("--seed", help="Of the drawing.")] = 1,
-    as_json: Json = False,
-) -> None:
-    """Continue a prompt and show the exit of every token."""
-    from eeplan.generation_view import GenerationView
-    from eeplan.runtime.preflight import require_runtime
-
-    # Made before the body, in which stdout is nobody's.
-    view = None if as_json else GenerationView(prompt, sys.stdout)
-    with _work():
-        require_runtime()
-        from eeplan.runtime.decode.generate import generate_options, generate_text, parse_exits
-
-        options = generate_options(
-            threshold=threshold,
-            max_new_tokens=max_new_tokens,
-            mode=mode,
-            confidence=confidence,
-            exits=parse_exits(exits),
-            first_early_token=first_early_token,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            repetition_penalty=repetition_penalty,
-            seed=seed,
-            recompute_limit=recompute_limit,
-        )
-        result = generate_text(checkpoint, prompt, options, on_token=view.token if view else None)
-    if view is None:
-        _print_json(result)
-    else:
-        view.finish(result)
 
 
 @data_app.command("build")

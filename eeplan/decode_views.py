@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eeplan.report import words
 
@@ -49,3 +50,35 @@ def costs_cells(costs: DecodeCosts) -> Cells:
         f"{words.plural(costs.threads, 'thread')} each, {costs.context_tokens} tokens back"
     )
     return Cells(title, rows, ("op", *map(str, numbers)))
+
+
+def evaluation_cells(result: Mapping[str, Any]) -> tuple[Cells, Cells]:
+    """Quality of every exit, and what every threshold gives."""
+    heads = tuple(
+        (
+            head["name"],
+            f"{head['cross_entropy']:.3f}",
+            words.percent(head["accuracy"]),
+            words.percent(head["agreement_with_final"]),
+            f"{head['calibration_error']:.3f}",
+        )
+        for head in result["exits"]
+    )
+    title = f"exits on {result['data']}, {words.number(result['num_tokens'])} tokens"
+    quality = Cells(title, heads, ("exit", "cross entropy", "accuracy", "as final", "calibration error"))
+    modes = [mode for mode in (result["thresholds"][0]["predicted"] or {}) if mode != "full"]
+    rows = tuple(
+        (
+            f"{point['threshold']:.2f}",
+            *(words.percent(share) for share in point["exit_shares"]),
+            f"{point['mean_depth']:.2f}",
+            words.percent(point["agreement_with_final"]),
+            words.percent(point["accuracy"]),
+            *(f"{point['predicted'][mode]['speed_up']:.2f}" for mode in modes),
+        )
+        for point in result["thresholds"]
+    )
+    columns = ("threshold", *(head["name"] for head in result["exits"]), "mean depth", "as final", "accuracy")
+    predicted = "; speed-up over full as predicted" if modes else "; no profile to predict speed from"
+    title = f"tokens by exit and threshold, confidence {result['confidence']}{predicted}"
+    return quality, Cells(title, rows, (*columns, *modes))

@@ -105,7 +105,7 @@ def plan_tables(plan: Plan) -> tuple[Table, ...]:
                 ),
             ),
         ),
-        *(_table(cells) for cells in decode_views.prediction_cells(plan.decode)),
+        *(table_of(cells) for cells in decode_views.prediction_cells(plan.decode)),
         Table("decisions", decisions, ("what", "choice", "why", "best rejected"), sentences=True),
         *_notes(plan),
     )
@@ -208,7 +208,7 @@ def profile_tables(profile: OpProfile) -> tuple[Table, ...]:
                 ),
             ),
         ),
-        *(_table(decode_views.costs_cells(costs)) for costs in profile.decode),
+        *(table_of(decode_views.costs_cells(costs)) for costs in profile.decode),
     )
 
 
@@ -353,7 +353,8 @@ def _value(value: Any) -> str:
     return str(value)
 
 
-def _table(cells: decode_views.Cells) -> Table:
+def table_of(cells: decode_views.Cells) -> Table:
+    """The table of these cells."""
     return Table(cells.title, tuple(tuple(map(_text, row)) for row in cells.rows), cells.columns)
 
 

@@ -29,6 +29,9 @@ SURFACE = {
         *("--mode", "--recompute-limit", "--exits", "--confidence", "--first-early-token"),
         *("--top-k", "--top-p", "--repetition-penalty"),
     },
+    "evaluate": {
+        *("checkpoint", "--data", "--usage-out", "--profile", "--confidence", "--max-tokens", "--json"),
+    },
     "data build": {"inputs", "--output", "-o", "--tokenizer", "--vocab-size", "--json"},
     "doctor": {"--json"},
     "demo": {"--out", "--json"},
