@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,7 @@ def plan_of(stages: int, microbatches: int, **overrides: Any) -> Plan:
     run = make_run(
         parallel={"pipeline_model_parallel_size": stages},
         training__global_batch_size=2 * microbatches,
-        exits={"count": 1},
-        **overrides,
+        **({"exits": {"count": 1}} | overrides),
     )
     return make_plan(run, make_profile(run, flops_per_s=1e9))
 
@@ -96,7 +96,22 @@ def test_a_stage_that_dies_is_told(filled: Plan, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("stages", [2, 4, 8])
-def test_stages_on_a_quiet_machine(stages: int) -> None:
-    result = rehearse(plan_of(stages, 2 * stages), iterations=5, time_scale=4.0).to_json()
-    assert abs(result["iteration_error"]) < 0.03, result
+@pytest.mark.timeout(1800)
+def test_24_plans_take_the_time_that_was_predicted(tmp_path: Path) -> None:
+    """Pipelines of four and eight stages, with and without filled bubbles: 2 % in the mean."""
+    results = []
+    for stages, per_stage, exits, fill in itertools.product((4, 8), (1, 2, 3), (1, 3), (0, 1)):
+        plan = plan_of(
+            stages,
+            per_stage * stages,
+            model__num_layers=16,
+            exits={"count": exits},
+            fill={"policy": {"warmup": fill, "cooldown": fill}, "mode": "added"},
+        )
+        case = {"microbatches": per_stage * stages, "exits": exits, "fills_per_region": fill}
+        result = rehearse(plan, iterations=5).to_json()
+        # The shares of one pipeline's iterations, not each stage's ops, are what is kept as evidence.
+        results.append(case | {key: value for key, value in result.items() if key != "per_stage"})
+        (tmp_path / "rehearsals.json").write_text(json.dumps(results, indent=1) + "\n")
+    errors = [abs(result["iteration_error"]) for result in results]
+    assert sum(errors) / len(errors) < 0.02, errors
