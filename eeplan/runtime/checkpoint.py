@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import io
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,14 +134,41 @@ def resolve(path: Path) -> Path:
     )
 
 
+def usable(path: Path) -> tuple[Path, dict[str, Any], list[str]]:
+    """The newest valid checkpoint that ``path`` means; a checkpoint named itself has no substitute.
+
+    Returns:
+        Folder, its manifest, and a line for each newer one that is damaged.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    newest = resolve(path)
+    if newest == path:
+        return newest, verify(newest), []
+    damaged: list[str] = []
+    older = [folder for folder in checkpoints_in(newest.parent) if folder.name < newest.name]
+    for folder in (newest, *older):
+        try:
+            return folder, verify(folder), damaged
+        except CheckpointError as error:
+            damaged.append(f"{str(error).split('; use ')[0]}; an older one is used")
+    raise CheckpointError(
+        f"no checkpoint in {newest.parent} is valid: {damaged[0].split(';')[0]}; train again"
+    )
+
+
 def load_model(path: Path, backend: Backend) -> tuple[EarlyExitGPT, Plan]:
     """The whole model of a checkpoint on one process, and the plan it was trained by.
+
+    Where ``path`` is a run and its newest checkpoint is damaged, the one before is used, and stderr says so.
 
     Raises:
         CheckpointError: missing, damaged, or not of its own plan.
     """
-    folder = resolve(path)
-    manifest = verify(folder)
+    folder, manifest, notes = usable(path)
+    for note in notes:
+        print(f"eeplan: {note}", file=sys.stderr)
     plan = load_plan(folder / PLAN)
     if plan.content_sha256 != manifest["plan_sha256"]:
         raise CheckpointError(f"checkpoint {folder} was not written by the {PLAN} in it; use another")
@@ -151,8 +179,8 @@ def load_model(path: Path, backend: Backend) -> tuple[EarlyExitGPT, Plan]:
 
 
 def load_tokenizer_path(path: Path) -> Path:
-    """The tokenizer file inside a checkpoint."""
-    return resolve(path) / TOKENIZER
+    """The tokenizer file inside the checkpoint that :func:`load_model` takes."""
+    return usable(path)[0] / TOKENIZER
 
 
 def _prepare(folder: Path, partial: Path, operations: FileOperations) -> None:

@@ -128,9 +128,24 @@ def test_every_truncation_is_noticed(world: World) -> None:
             path.write_bytes(whole[:length])
             assert path.name in passes_over_the_newest(world), length
             with pytest.raises(CheckpointError, match=path.name.replace(".", r"\.")):
-                checkpoint.load_model(world.folder, world.rank.backend)
+                checkpoint.load_model(newest(world), world.rank.backend)
         path.write_bytes(whole)
     assert resume.find(world.folder, world.plan).position.iteration == 8  # type: ignore[union-attr]
+
+
+def test_a_damaged_newest_model_is_replaced_by_the_one_before_and_said_so(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (newest(world) / "random.pt").write_bytes(b"")
+    checkpoint.load_model(world.folder, world.rank.backend)
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        f"eeplan: checkpoint {newest(world)}: random.pt is damaged (checksum differs); an older one is used"
+    ]
+    assert checkpoint.load_tokenizer_path(world.folder).parent.name == "iter_0000004"
+    (world.folder / "iter_0000004" / "random.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is valid"):
+        checkpoint.load_model(world.folder, world.rank.backend)
 
 
 def flip_bits(world: World, count: int) -> None:
