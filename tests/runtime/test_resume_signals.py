@@ -117,6 +117,7 @@ def test_signals_to_the_command_and_to_a_rank(folder: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_signals_to_every_process(folder: Path, number: signal.Signals) -> None:
     done = 0
