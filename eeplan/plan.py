@@ -166,10 +166,20 @@ class Decision(Model):
 
 
 class Certificate(Model):
-    """How much of the space of placements the search has settled."""
+    """How much of the space of placements and layer splits the search has settled."""
 
     optimal: bool
+    """Proved to be the best in what was asked for."""
+    ties_settled: bool = True
+    """Also proved to be the best of equally fast ones in peak, then in layers computed in vain."""
+    lower_bound_s: Seconds | None = None
+    """No other choice has a shorter iteration; None where another objective was searched."""
+    gap: Annotated[float, Field(ge=0.0)] = 0.0
+    """``1 - lower_bound_s / iteration_time_s`` before bubbles are filled."""
     evaluated: Count
+    """Candidates judged to the nanosecond."""
+    pruned: Count = 0
+    """Groups of candidates ruled out together by a lower bound."""
     space_size: Count
 
 

@@ -88,14 +88,16 @@ class ModelSpec(Model):
 
 
 def _known_split(value: object) -> object:
-    if value != "uniform":
-        raise ValueError(f"{value!r} is no layer split; expected uniform or layers per stage as in [3, 5]")
+    if value not in ("uniform", "auto"):
+        raise ValueError(
+            f"{value!r} is no layer split; expected uniform, auto or layers per stage as in [3, 5]"
+        )
     return value
 
 
 LayerSplit = Annotated[
     # Tags in brackets are not taken for keys in error messages.
-    Annotated[Literal["uniform"], BeforeValidator(_known_split), Tag("[word]")]
+    Annotated[Literal["uniform", "auto"], BeforeValidator(_known_split), Tag("[word]")]
     | Annotated[tuple[PositiveInt, ...], Tag("[layers]")],
     Discriminator(lambda value: "[layers]" if isinstance(value, list | tuple) else "[word]"),
 ]
@@ -108,8 +110,8 @@ class ParallelSpec(Model):
     tensor_model_parallel_size: PositiveInt = 1
     data_parallel_size: PositiveInt = 1
     layer_split: LayerSplit = "uniform"
-    """Layers of each pipeline stage. Embedding and final head count as none, as in Megatron's
-    pipeline_model_parallel_layout."""
+    """Layers of each pipeline stage; ``auto`` lets the planner choose. Embedding and final head count as none
+    (Megatron's pipeline_model_parallel_layout)."""
 
     @property
     def world_size(self) -> int:
@@ -369,7 +371,7 @@ class RunSpec(Model):
         if split == "uniform" and layers % stages:
             raise ValueError(
                 f"model.num_layers {layers} is not divisible by parallel.pipeline_model_parallel_size "
-                f"{stages}; change one of them, or set parallel.layer_split to layers per stage"
+                f"{stages}; change one of them, or set parallel.layer_split to auto or to layers per stage"
             )
         if layers < stages:
             raise ValueError(

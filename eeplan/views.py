@@ -156,18 +156,19 @@ def _parts(plan: Plan) -> str:
 
 def _notes(plan: Plan) -> tuple[Table, ...]:
     certificate = plan.certificate
-    settled = "proved optimal" if certificate.optimal else "best found"
-    rows = [
-        (
-            "placement",
-            f"{settled}: {certificate.evaluated:,} candidates judged for {certificate.space_size:,}",
-        )
-    ]
+    settled = "proved optimal" if certificate.optimal else f"within {100 * certificate.gap:.2g} % of optimal"
+    ties = "" if certificate.ties_settled else "; a better one of equally fast ones is possible"
+    counts = f"{certificate.evaluated:,} judged, {certificate.pruned:,} groups ruled out"
+    rows = [("placement", f"{settled}: {counts} of {_large(certificate.space_size)} candidates{ties}")]
     if plan.extrapolated_ops:
         rows.append(("not measured at this size", ", ".join(plan.extrapolated_ops)))
     if plan.decode and plan.decode.estimated:
         rows.append(("not measured for decoding", "; ".join(plan.decode.estimated)))
     return (Table("certificate", tuple(rows)),)
+
+
+def _large(number: int) -> str:
+    return f"{number:,}" if number < 10**9 else f"{float(number):.1e}"
 
 
 def profile_tables(profile: OpProfile) -> tuple[Table, ...]:

@@ -155,7 +155,8 @@ def stage_costs(
     is_last = stage == model.layout.num_stages - 1
     # The final head closes the forward, so eager exits run before it.
     forward_ops = [*trunk[:-1], *eager, trunk[-1]] if is_last else [*trunk, *eager]
-    parameters = stage_parameters(model.run, model.layout, stage, heads)
+    layout = model.layout
+    parameters = stage_parameters(model.run, layout.num_stages, stage, layout.layers_per_stage[stage], heads)
     optimizer, data_ranks = model.profile.optimizer, model.run.parallel.data_parallel_size
     kept_bytes, forward_transient = _forward_bytes(forward_ops, _input_bytes(model, stage))
     return StageCosts(
@@ -174,7 +175,7 @@ def stage_costs(
         data_sync_ns=to_ns(
             ring_all_reduce_s(model.profile.all_reduce, GRADIENT_BYTES * parameters, data_ranks)
         ),
-        holds_shared_matrix=holds_shared_matrix(model.run, model.layout, stage, heads),
+        holds_shared_matrix=holds_shared_matrix(model.run, layout.num_stages, stage, heads),
     )
 
 
@@ -215,7 +216,11 @@ def pipeline_costs_of(plan: Plan) -> PipelineCosts:
 
 def shared_matrix_sync_ns(model: CostModel, stages: Sequence[StageCosts]) -> int:
     """All-reduce of the shared vocabulary matrix's gradient over the stages that hold a copy (EE-LLM 3.1)."""
-    holders = sum(stage.holds_shared_matrix for stage in stages)
+    return shared_matrix_ns(model, sum(stage.holds_shared_matrix for stage in stages))
+
+
+def shared_matrix_ns(model: CostModel, holders: int) -> int:
+    """The same from the number of stages that hold a copy."""
     size_bytes = GRADIENT_BYTES * vocabulary_parameters(model.run)
     return to_ns(ring_all_reduce_s(model.profile.all_reduce, size_bytes, holders))
 

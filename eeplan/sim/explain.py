@@ -9,10 +9,13 @@ from collections.abc import Sequence
 
 from eeplan.plan import Decision
 from eeplan.sim.costs import CostModel
-from eeplan.sim.layout import Layout, Slot, squared_gaps
+from eeplan.sim.layout import Layout, Slot, nearly_even_layout, squared_gaps
 from eeplan.sim.memory import memory_breakdown
 from eeplan.sim.search import Candidate, Outcome
 from eeplan.spec import RunSpec
+
+SPLIT = "layers per stage"
+"""Subject of the decision on the layer split."""
 
 
 def overhead(candidate: Candidate, baseline: Candidate) -> float:
@@ -77,19 +80,20 @@ def count_given(count: int) -> Decision:
 
 
 def count_automatic(
-    model: CostModel, count: int, outcome: Outcome | None, above: Outcome | None, baseline: Candidate
+    model: CostModel, count: int, best: Candidate | None, above: Candidate | None, baseline: Candidate
 ) -> Decision:
     """For ``exits.count: auto``.
 
     Args:
         count: chosen number.
-        outcome: of the search for it; None for no exits.
-        above: of the search for one exit more, which was rejected; None when ``count`` is the most allowed.
+        best: with that many exits; None for no exits.
+        above: the best with one exit more, which was rejected, the smallest if none fits; None when ``count``
+            is the most allowed.
     """
     run = model.run
     allowed = f"limits.max_time_overhead {100 * run.limits.max_time_overhead:g} %"
-    if outcome is not None and outcome.best is not None:
-        reason = f"{format_percent(overhead(outcome.best, baseline))} iteration time, within {allowed}"
+    if best is not None:
+        reason = f"{format_percent(overhead(best, baseline))} iteration time, within {allowed}"
         reason += ", and fits in memory; " if run.limits.device_memory_bytes else "; "
         most = min(run.exits.max_count, run.model.num_layers - 1)
         reason += f"the most allowed is {most}" if count == most else "the most for which that holds"
@@ -98,33 +102,45 @@ def count_automatic(
             "not even one exit stays within the limits" if above else "a single layer has no room for exits"
         )
     rejected = ""
-    if above is not None and above.best is not None:
-        slower = format_percent(overhead(above.best, baseline))
+    if above is not None and above.fits(run.limits.device_memory_bytes):
+        slower = format_percent(overhead(above, baseline))
         rejected = f"{_exits(count + 1)}: {slower} iteration time, over {allowed}"
     elif above is not None:
-        rejected = f"{_exits(count + 1)}: {_misfit(above.smallest)}, over limits.device_memory_bytes"
+        rejected = f"{_exits(count + 1)}: {_misfit(above)}, over limits.device_memory_bytes"
     return Decision(subject="exits.count", choice=str(count), reason=reason, rejected=rejected)
 
 
-def placement(model: CostModel, outcome: Outcome, baseline: Candidate) -> Decision:
-    """For exits that the search has placed."""
-    best = outcome.best
-    assert best is not None, "a placement exists only where something fits"
+def placement(
+    model: CostModel,
+    outcome: Outcome,
+    best: Candidate,
+    slots: Sequence[Slot],
+    runner_up: Candidate | None,
+    baseline: Candidate,
+) -> Decision:
+    """For exits that the search has placed.
+
+    Args:
+        best: of ``outcome``.
+        slots: where its exits read.
+        runner_up: the best with other exits per stage, None if there is none.
+    """
     layers = model.layout.num_layers
-    wasted = squared_gaps([slot.depth for slot in outcome.slots], layers) / (2 * layers)
+    wasted = squared_gaps([slot.depth for slot in slots], layers) / (2 * layers)
     reason = (
         f"fastest iteration: {_numbers(best, baseline)}. Among equals the fewest layers in vain: "
         f"{wasted:.3g} for a token that needs a uniformly drawn depth"
     )
-    second = outcome.faster_but_too_large or outcome.runner_up
+    too_large = outcome.faster_but_too_large
+    second = too_large or runner_up
     rejected = ""
     if second is not None:
         rejected = f"{_counts(second)} ({second.exit_forward}): {_numbers(second, baseline)}"
-        if second is outcome.faster_but_too_large:
+        if second is too_large:
             rejected += f"; faster, but {_misfit(second)}, over limits.device_memory_bytes"
         elif second.rank[::2] == best.rank[::2]:
             rejected += "; equal in both, but with more overshoot"
-    return Decision(subject="exits.placement", choice=_slots(outcome.slots), reason=reason, rejected=rejected)
+    return Decision(subject="exits.placement", choice=_slots(slots), reason=reason, rejected=rejected)
 
 
 def placement_by_hand(
@@ -171,9 +187,28 @@ def exit_forward(model: CostModel, best: Candidate, other: Candidate | None) -> 
 def layer_split(run: RunSpec, layout: Layout) -> Decision:
     """The split that the run file asks for."""
     reason = "equal layers on every stage" if run.parallel.layer_split == "uniform" else "set in the run file"
-    return Decision(
-        subject="layers per stage", choice=", ".join(map(str, layout.layers_per_stage)), reason=reason
-    )
+    return Decision(subject=SPLIT, choice=_layers(layout), reason=reason)
+
+
+def free_layer_split(model: CostModel, best: Candidate, even: Candidate | None) -> Decision:
+    """The split that the search has chosen.
+
+    Args:
+        even: the best with layers as even as possible; None if that is ``best``, or does not fit.
+    """
+    reason = "the fastest split together with the exits"
+    rejected = ""
+    if even is not None:
+        slower = format_percent(even.iteration_ns / best.iteration_ns - 1.0)
+        rejected = (
+            f"{_layers(even.layout)}, as even as possible: {format_ns(even.iteration_ns)} ({slower}), "
+            f"{_peak(even)}"
+        )
+    elif best.layout == nearly_even_layout(best.layout.num_layers, best.layout.num_stages):
+        reason += ", and as even as possible"
+    else:
+        rejected = "layers as even as possible do not fit limits.device_memory_bytes"
+    return Decision(subject=SPLIT, choice=_layers(best.layout), reason=reason, rejected=rejected)
 
 
 def _numbers(candidate: Candidate, baseline: Candidate) -> str:
@@ -191,6 +226,10 @@ def _peak(candidate: Candidate) -> str:
 def _misfit(candidate: Candidate) -> str:
     stage = max(range(len(candidate.peak_bytes)), key=lambda index: candidate.peak_bytes[index])
     return f"stage {stage} needs {format_bytes(candidate.peak_bytes[stage])}"
+
+
+def _layers(layout: Layout) -> str:
+    return ", ".join(map(str, layout.layers_per_stage))
 
 
 def _counts(candidate: Candidate) -> str:

@@ -101,11 +101,19 @@ class Layout:
 
 
 def layout_of(run: RunSpec) -> Layout:
-    """The layer split that a run asks for."""
+    """The layer split that a run asks for; a nearly even one to start from if the planner is to choose."""
     split = run.parallel.layer_split
     if isinstance(split, tuple):
         return Layout(split)
+    if split == "auto":
+        return nearly_even_layout(run.model.num_layers, run.parallel.pipeline_model_parallel_size)
     return uniform_layout(run.model.num_layers, run.parallel.pipeline_model_parallel_size)
+
+
+def nearly_even_layout(num_layers: int, num_stages: int) -> Layout:
+    """Layers per stage that differ by one at most, the larger stages first."""
+    size, larger = divmod(num_layers, num_stages)
+    return Layout((size + 1,) * larger + (size,) * (num_stages - larger))
 
 
 def uniform_layout(num_layers: int, num_stages: int) -> Layout:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from eeplan.sim.layout import Layout
 from eeplan.spec import HeadKind, RunSpec
 
 
@@ -44,27 +44,29 @@ def head_parameters(run: RunSpec, head: Head) -> int:
     return before_matrix[head.kind] + own_matrix
 
 
-def holds_shared_matrix(run: RunSpec, layout: Layout, stage: int, heads: tuple[Head, ...]) -> bool:
+def holds_shared_matrix(run: RunSpec, num_stages: int, stage: int, heads: Sequence[Head]) -> bool:
     """Whether ``stage`` holds a copy of the matrix that the final head and tied exits share."""
     embedding_is_shared = stage == 0 and not run.model.untie_embeddings_and_output_weights
-    is_last = stage == layout.num_stages - 1
+    is_last = stage == num_stages - 1
     return is_last or embedding_is_shared or any(head.tied for head in heads)
 
 
-def stage_parameters(run: RunSpec, layout: Layout, stage: int, heads: tuple[Head, ...]) -> int:
-    """All parameters that one rank of ``stage`` holds, with the exits ``heads`` on it.
+def stage_parameters(
+    run: RunSpec, num_stages: int, stage: int, num_layers: int, heads: Sequence[Head]
+) -> int:
+    """All parameters that one rank of ``stage`` holds, with that many layers and the exits ``heads`` on it.
 
     Besides layers: the embedding on the first stage, the final norm on the last, and one copy of the shared
     vocabulary matrix where the final head or a tied exit needs it and the embedding is not already that
     (facts: a replica of h V per stage even when tied, except on stage 1).
     """
-    total = layout.layers_per_stage[stage] * layer_parameters(run)
+    total = num_layers * layer_parameters(run)
     total += sum(head_parameters(run, head) for head in heads)
     embedding_is_shared = stage == 0 and not run.model.untie_embeddings_and_output_weights
     if stage == 0:
         total += vocabulary_parameters(run)
-    if stage == layout.num_stages - 1:
+    if stage == num_stages - 1:
         total += run.model.hidden_size
-    if holds_shared_matrix(run, layout, stage, heads) and not embedding_is_shared:
+    if holds_shared_matrix(run, num_stages, stage, heads) and not embedding_is_shared:
         total += vocabulary_parameters(run)
     return total

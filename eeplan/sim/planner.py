@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from eeplan import __version__
 from eeplan.plan import Decision, Plan, PlannedExit, Prediction, StagePlan
 from eeplan.profile import OpProfile
 from eeplan.sim import explain
 from eeplan.sim.bounds import bubble_fill_capacity, closed_form_ns, upper_bound_ns
-from eeplan.sim.choice import PlacedExit, choose, wanted_kinds
+from eeplan.sim.choice import Choice, PlacedExit, choose, split_is_free, wanted_kinds
 from eeplan.sim.costs import CostModel, cost_model, shared_matrix_sync_ns
 from eeplan.sim.decode_choice import choose_for_decoding
 from eeplan.sim.decode_plan import plan_decode
@@ -22,7 +23,7 @@ from eeplan.sim.loss_weights import explain_weights, target_weights
 from eeplan.sim.memory import memory_breakdown
 from eeplan.sim.search import Candidate
 from eeplan.spec import RunSpec
-from eeplan.usage import ExitShares, ExitUsage, exit_shares
+from eeplan.usage import ExitShares, ExitUsage, Usage, exit_shares
 
 
 def make_plan(
@@ -53,8 +54,7 @@ def make_plan(
     """
     model = cost_model(run, profile, layout_of(run), wanted_kinds(run.exits))
     used = usage.content if usage else run.decode.prior
-    is_for_decoding = run.exits.objective == "decode_speed_up" and bool(run.exits.count)
-    choice = choose_for_decoding(model, used) if is_for_decoding else choose(model)
+    model, choice = _chosen(model, used)
     depths = [placed.slot.depth for placed in choice.exits]
     shares = exit_shares(used, run.decode.threshold, depths, run.model.num_layers)
     decode, decode_mode = plan_decode(run, profile, model.layout, choice.exits, shares)
@@ -87,6 +87,24 @@ def make_plan(
         certificate=choice.certificate,
         extrapolated_ops=model.extrapolated_ops,
     )
+
+
+def _chosen(model: CostModel, usage: Usage) -> tuple[CostModel, Choice]:
+    """The exits, and the model with the layers per stage that they were chosen with."""
+    exits = model.run.exits
+    is_for_decoding = exits.objective == "decode_speed_up" and bool(exits.count)
+    if is_for_decoding and not split_is_free(model):
+        choice = choose_for_decoding(model, usage)
+        split = explain.layer_split(model.run, model.layout)
+        return model, replace(choice, decisions=(*choice.decisions, split))
+    choice = choose(model)
+    model = replace(model, layout=choice.candidate.layout)
+    if not is_for_decoding:
+        return model, choice
+    # Decoding on one process does not depend on the split, so training has the say in it.
+    split = next(one for one in choice.decisions if one.subject == explain.SPLIT)
+    choice = choose_for_decoding(model, usage)
+    return model, replace(choice, decisions=(*choice.decisions, split))
 
 
 def _planned_exits(
@@ -182,10 +200,9 @@ def _upper_bound_ns(model: CostModel, candidate: Candidate, num_microbatches: in
 def _other_decisions(
     model: CostModel, exits: Sequence[PlacedExit], shares: ExitShares
 ) -> tuple[Decision, ...]:
-    decisions = [explain.layer_split(model.run, model.layout)]
-    if exits:
-        spec = model.run.exits.loss_weights
-        by_hand = sum(placed.weight is not None for placed in exits)
-        reason = explain_weights(spec, by_hand, shares)
-        decisions.append(Decision(subject="exits.loss_weights", choice=spec.policy, reason=reason))
-    return tuple(decisions)
+    if not exits:
+        return ()
+    spec = model.run.exits.loss_weights
+    by_hand = sum(placed.weight is not None for placed in exits)
+    reason = explain_weights(spec, by_hand, shares)
+    return (Decision(subject="exits.loss_weights", choice=spec.policy, reason=reason),)

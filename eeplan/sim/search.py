@@ -1,17 +1,16 @@
-"""Where k exits go: exact search over the number of exits on each stage.
+"""Where k exits go, and how the layers are split: exact search, with its proof.
 
-Time and peaks depend on exits only through what they add to each stage, so all placements with the same
-number of (equal) exits per stage cost the same; the search judges each such vector of counts once and then
-puts the exits of the best one where tokens compute the fewest layers in vain. Covered: equal heads, a given
-layer split, exit forwards all deferred or all eager. It judges C(k+P-1, k) vectors: 84 for P=4, k=6, 3,876
-for P=16, k=4.
+Time and peaks depend on exits and layers only through what they add to each stage, so all placements with the
+same layers and (equal) exits per stage cost the same. Branch and bound settles these numbers (``solve``); the
+exits then go to the depths where tokens compute the fewest layers in vain. Covered: exits of one kind at any
+place or exits at given places, a given or a free layer split, exit forwards all deferred or all eager.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import comb
 
 import numpy as np
 
@@ -25,22 +24,21 @@ from eeplan.sim.costs import (
     to_ns,
 )
 from eeplan.sim.engine import message_ns
-from eeplan.sim.fast import stage_ends_ns
-from eeplan.sim.layout import Layout, Slot, can_hold, least_overshoot
+from eeplan.sim.family import Family, counted_family, placed_family
+from eeplan.sim.fast import ends_ns
+from eeplan.sim.layout import Layout, Slot, least_overshoot
 from eeplan.sim.memory import iteration_peak_bytes
 from eeplan.sim.parameters import Head
-from eeplan.sim.schedule import compute_order
+from eeplan.sim.solve import Proof, Solution, solve, with_split, without_counts, without_times
 from eeplan.spec import ExitForward
-
-CANDIDATES_AT_ONCE = 4096
-"""Bounds the memory of the recurrence, which keeps a number per candidate, stage and microbatch in flight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Exits per stage and where their forwards run, judged over one iteration."""
+    """Layers and exits per stage and where exit forwards run, judged over one iteration."""
 
     exit_forward: ExitForward
+    layout: Layout
     stages: tuple[StageCosts, ...]
     pipeline_ns: int
     grad_sync_ns: int
@@ -71,72 +69,163 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a search has found. Candidates of the same kind are listed best first."""
+    """What a search has found."""
 
     best: Candidate | None
-    """None when nothing fits the memory limit."""
-    slots: tuple[Slot, ...]
-    """Where the exits of ``best`` read; empty without one."""
-    runner_up: Candidate | None
-    """Best fitting candidate with other counts, or None."""
+    """None when nothing fits the memory limit, or the search was given up before it found anything."""
     faster_but_too_large: Candidate | None
-    """A candidate that beats ``best`` in time and does not fit."""
-    smallest: Candidate
-    """The candidate with the least largest peak; says by how much an infeasible search failed."""
-    evaluated: int
+    """A candidate that beats ``best`` in time and does not fit; the fastest when nothing fits."""
+    proof: Proof
     space_size: int
 
 
-def search(model: CostModel, num_exits: int, head: Head, modes: Sequence[ExitForward]) -> Outcome:
-    """The best placement of ``num_exits`` equal exits, proved by judging all of them.
+class Search:
+    """The candidates of one question: so many exits of a kind, or exits at given places.
 
-    Least iteration time first, then deferred before eager, then the least largest peak of any stage, then the
-    least expected overshoot
-    (:func:`eeplan.sim.layout.squared_gaps`), then fewer exits on early stages.
+    Best is, in this order: least iteration time, deferred before eager, least largest peak of any stage,
+    least expected overshoot (:func:`eeplan.sim.layout.squared_gaps`).
 
     Args:
-        model: run, layout and op costs.
-        num_exits: k, at most the number of layers minus 1.
-        head: of every exit.
+        model: run and op costs; its layout is the split unless ``split_is_free``.
         modes: where exit forwards may run.
+        split_is_free: search all layer splits.
+        family: candidates of one mode, from a model and the mode.
+        heads: on each stage, from a layout and the number of exits on each stage.
+        placements: sets of exits, for the size of the space.
     """
-    layout = model.layout
-    room = [len(layout.slots(stage)) for stage in range(layout.num_stages)]
-    vectors = [counts for counts in _counts(num_exits, room) if can_hold(counts, layout)]
-    candidates = judge(model, list(_composed(model, vectors, head, modes)))
-    ranked = sorted(candidates, key=lambda candidate: (candidate.rank, candidate.counts))
-    limit = model.run.limits.device_memory_bytes
-    fitting = [candidate for candidate in ranked if candidate.fits(limit)]
-    best, slots = _least_wasteful(fitting, layout) if fitting else (None, ())
-    runners = [c for c in fitting if best and c.counts != best.counts]
-    too_large = [c for c in ranked if best and c.iteration_ns < best.iteration_ns]
-    return Outcome(
-        best=best,
-        slots=slots,
-        runner_up=runners[0] if runners else None,
-        faster_but_too_large=too_large[0] if too_large else None,
-        smallest=min(ranked, key=lambda candidate: max(candidate.peak_bytes)),
-        evaluated=len(candidates),
-        space_size=layout.num_placements(num_exits) * len(modes),
+
+    def __init__(
+        self,
+        model: CostModel,
+        modes: Sequence[ExitForward],
+        split_is_free: bool,
+        family: Callable[[CostModel, ExitForward], Family],
+        heads: Callable[[Sequence[int]], Sequence[tuple[Head, ...]]],
+        placements: int,
+    ) -> None:
+        self.model, self.modes, self.split_is_free = model, modes, split_is_free
+        self._family, self._heads, self._placements = family, heads, placements
+
+    @property
+    def space_size(self) -> int:
+        """Splits x placements x modes."""
+        layout = self.model.layout
+        splits = comb(layout.num_layers - 1, layout.num_stages - 1) if self.split_is_free else 1
+        return splits * self._placements * len(self.modes)
+
+    def best(self) -> Outcome:
+        """The best candidate within the memory limit."""
+        limit = self.model.run.limits.device_memory_bytes
+        families = self._families(limit_bytes=None)
+        solution, proof = solve(families)
+        fastest = self._candidate(solution, self.modes)
+        if fastest is None or fastest.fits(limit):
+            return Outcome(fastest, None, proof, self.space_size)
+        solution, limited = solve(self._families(limit))
+        proof = replace(
+            limited, evaluated=proof.evaluated + limited.evaluated, pruned=proof.pruned + limited.pruned
+        )
+        return Outcome(self._candidate(solution, self.modes), fastest, proof, self.space_size)
+
+    def second(self, best: Candidate) -> Candidate | None:
+        """The best fitting candidate with other exits per stage, None if there is none."""
+        limit = self.model.run.limits.device_memory_bytes
+        families = self._families(limit)
+        solution, _ = solve([without_counts(family, best.counts) for family in families])
+        return self._candidate(solution, self.modes)
+
+    def with_layout(self, layout: Layout) -> Candidate | None:
+        """The best fitting candidate with this layer split, None if none fits."""
+        limit = self.model.run.limits.device_memory_bytes
+        families = [with_split(family, layout.layers_per_stage) for family in self._families(limit)]
+        return self._candidate(solve(families)[0], self.modes)
+
+    def smallest(self) -> Candidate:
+        """The candidate with the least largest peak, whatever its time."""
+        found = [
+            self._candidate(solve([without_times(family)])[0], [mode])
+            for family, mode in zip(self._families(None), self.modes, strict=True)
+        ]
+        return min((one for one in found if one), key=lambda candidate: max(candidate.peak_bytes))
+
+    def _families(self, limit_bytes: int | None) -> list[Family]:
+        limits = self.model.run.limits.model_copy(update={"device_memory_bytes": limit_bytes})
+        model = replace(self.model, run=self.model.run.model_copy(update={"limits": limits}))
+        families = [self._family(model, mode) for mode in self.modes]
+        if self.split_is_free:
+            return families
+        return [with_split(family, model.layout.layers_per_stage) for family in families]
+
+    def _candidate(self, solution: Solution | None, modes: Sequence[ExitForward]) -> Candidate | None:
+        if solution is None:
+            return None
+        mode = modes[solution.family]
+        model = replace(self.model, layout=Layout(solution.split))
+        heads = self._heads(solution.counts)
+        stages = tuple(stage_costs(model, stage, on_stage, mode) for stage, on_stage in enumerate(heads))
+        return judge(model, [(mode, stages)])[0]
+
+
+def counted_search(
+    model: CostModel, num_exits: int, head: Head, modes: Sequence[ExitForward], split_is_free: bool
+) -> Search:
+    """Search for ``num_exits`` equal exits, at most the number of layers minus 1."""
+    return Search(
+        model,
+        modes,
+        split_is_free,
+        lambda limited, mode: counted_family(limited, num_exits, head, mode, "asynchronous"),
+        lambda counts: [(head,) * count for count in counts],
+        model.layout.num_placements(num_exits),
     )
+
+
+def placed_search(
+    model: CostModel,
+    heads: Sequence[Head],
+    layers: Sequence[int],
+    modes: Sequence[ExitForward],
+    split_is_free: bool,
+) -> Search:
+    """Search with exits at given places.
+
+    Args:
+        heads: of the exits, by depth.
+        layers: that the exits name.
+    """
+
+    def on_stages(counts: Sequence[int]) -> list[tuple[Head, ...]]:
+        ends = np.cumsum(counts)
+        return [tuple(heads[end - count : end]) for end, count in zip(ends, counts, strict=True)]
+
+    return Search(
+        model,
+        modes,
+        split_is_free,
+        lambda limited, mode: placed_family(limited, heads, layers, mode, "asynchronous"),
+        on_stages,
+        1,
+    )
+
+
+def best_slots(candidate: Candidate) -> tuple[Slot, ...]:
+    """Where the exits of a candidate read: the depths with the least expected overshoot."""
+    found = least_overshoot(candidate.counts, candidate.layout)
+    assert found is not None, f"{candidate.layout} cannot hold {candidate.counts} exits"
+    return found[1]
 
 
 def judge(
     model: CostModel, composed: Sequence[tuple[ExitForward, tuple[StageCosts, ...]]]
 ) -> list[Candidate]:
-    """Predict iteration time and peaks of many candidates under 1F1B with asynchronous messages."""
+    """Predict iteration time and peaks of candidates with the model's layout under 1F1B."""
     if not composed:
         return []
-    schedule = compute_order(model.layout.num_stages, model.run.num_microbatches)
     messages = message_ns(pipeline_costs(model, composed[0][1]))
-    judged: list[Candidate] = []
-    for start in range(0, len(composed), CANDIDATES_AT_ONCE):
-        part = composed[start : start + CANDIDATES_AT_ONCE]
-        forward = np.array([[stage.forward_ns for stage in stages] for _, stages in part], dtype=np.int64)
-        backward = np.array([[stage.backward_ns for stage in stages] for _, stages in part], dtype=np.int64)
-        ends = stage_ends_ns(schedule, forward, backward, messages).tolist()
-        judged += (_judged(model, *one, one_ends) for one, one_ends in zip(part, ends, strict=True))
-    return judged
+    forward = np.array([[stage.forward_ns for stage in stages] for _, stages in composed], dtype=np.int64)
+    backward = np.array([[stage.backward_ns for stage in stages] for _, stages in composed], dtype=np.int64)
+    ends = ends_ns(forward, backward, model.run.num_microbatches, messages).tolist()
+    return [_judged(model, *one, one_ends) for one, one_ends in zip(composed, ends, strict=True)]
 
 
 def _judged(
@@ -145,6 +234,7 @@ def _judged(
     base = model.profile.process_base_bytes
     return Candidate(
         exit_forward=mode,
+        layout=model.layout,
         stages=stages,
         pipeline_ns=max(ends_ns),
         grad_sync_ns=grad_sync_ns(ends_ns, stages, shared_matrix_sync_ns(model, stages)),
@@ -153,38 +243,3 @@ def _judged(
         overhead_ns=to_ns(model.profile.iteration_overhead_s),
         peak_bytes=tuple(peak + base for peak in iteration_peak_bytes(model, stages)),
     )
-
-
-def _counts(num_exits: int, room: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """All ways to put ``num_exits`` on stages with that much room, in lexicographic order."""
-    if not room:
-        if num_exits == 0:
-            yield ()
-        return
-    for here in range(max(0, num_exits - sum(room[1:])), min(num_exits, room[0]) + 1):
-        for rest in _counts(num_exits - here, room[1:]):
-            yield (here, *rest)
-
-
-def _composed(
-    model: CostModel, vectors: Sequence[tuple[int, ...]], head: Head, modes: Sequence[ExitForward]
-) -> Iterator[tuple[ExitForward, tuple[StageCosts, ...]]]:
-    for mode in modes:
-        known = {
-            (stage, count): stage_costs(model, stage, (head,) * count, mode)
-            for stage, count in {pair for counts in vectors for pair in enumerate(counts)}
-        }
-        for counts in vectors:
-            yield mode, tuple(known[pair] for pair in enumerate(counts))
-
-
-def _least_wasteful(ranked: Sequence[Candidate], layout: Layout) -> tuple[Candidate, tuple[Slot, ...]]:
-    """Of the best by rank, the candidate whose exits overshoot least, with their slots."""
-    _, equals = next(groupby(ranked, key=lambda candidate: candidate.rank))
-    placed = []
-    for candidate in equals:
-        found = least_overshoot(candidate.counts, layout)
-        if found is not None:
-            placed.append((*found, candidate))
-    _, slots, candidate = min(placed, key=lambda entry: (entry[0], entry[2].counts, entry[1]))
-    return candidate, slots

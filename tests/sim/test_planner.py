@@ -118,8 +118,11 @@ def test_a_count_is_placed_with_reasons_and_the_best_rejected_alternative() -> N
     assert re.search(
         r"exits per stage [\d, ]+ \(\w+\): .* ms \(\+.* % over no exits\), peak", placement.rejected
     )
-    assert plan.certificate.evaluated == 2 * 10
-    assert plan.certificate.space_size == 2 * 4 * 21
+    assert plan.certificate.optimal
+    assert plan.certificate.ties_settled
+    assert plan.certificate.lower_bound_s == pytest.approx(plan.prediction.iteration_time_s)
+    assert plan.certificate.gap == 0.0
+    assert plan.certificate.evaluated + plan.certificate.pruned < plan.certificate.space_size == 2 * 4 * 21
     forward = decision(plan, "exits.exit_forward")
     assert forward.choice == plan.exit_forward == "deferred"
     assert forward.rejected.startswith("eager: ")
@@ -342,3 +345,53 @@ def test_a_given_layer_split_is_kept_and_need_not_be_even() -> None:
     assert [(stage.first_layer, stage.last_layer) for stage in plan.stages] == [(1, 3), (4, 7), (8, 8)]
     split = decision(plan, "layers per stage")
     assert (split.choice, split.reason) == ("3, 4, 1", "set in the run file")
+
+
+FREE: dict[str, Any] = {"pipeline_model_parallel_size": 3, "layer_split": "auto"}
+
+
+def test_a_free_layer_split_is_chosen_with_the_exits_and_explained() -> None:
+    run = make_run(exits__count=2, parallel=FREE)
+    plan = make_plan(run, free_messages(run, op_seconds={"final_head": (3e-4, 6e-4)}))
+    layers = [stage.last_layer - stage.first_layer + 1 for stage in plan.stages]
+    assert sum(layers) == 8
+    split = decision(plan, "layers per stage")
+    assert split.choice == ", ".join(map(str, layers))
+    assert split.reason == "the fastest split together with the exits"
+    assert re.search(r"3, 3, 2, as even as possible: .* ms \(\+.* %\), peak", split.rejected)
+    even = make_plan(
+        make_run(exits__count=2, parallel=FREE | {"layer_split": [3, 3, 2]}),
+        free_messages(run, op_seconds={"final_head": (3e-4, 6e-4)}),
+    )
+    assert plan.prediction.iteration_time_s < even.prediction.iteration_time_s
+    assert plan.certificate.optimal
+    assert plan.certificate.space_size == 21 * 84 * 2
+
+
+def test_the_baseline_of_a_free_split_has_the_best_split_of_its_own() -> None:
+    run = make_run(exits__count=3, parallel=FREE)
+    profile = make_profile(run, jitter=0.5)
+    bare = make_plan(make_run(exits__count=0, parallel=FREE), profile)
+    plan = make_plan(run, profile)
+    assert plan.prediction.baseline_iteration_time_s == bare.prediction.iteration_time_s
+    assert plan.prediction.time_overhead >= 0
+
+
+def test_exits_by_hand_follow_their_layers_under_a_free_split() -> None:
+    layers = [{"layer": 3}, {"layer": 5, "boundary": "before"}]
+    run = make_run(exits={"layers": layers}, parallel=FREE)
+    plan = make_plan(run, free_messages(run, op_seconds={"exit_norm": (4e-4, 8e-4)}))
+    for planned in plan.exits:
+        stage = plan.stages[planned.stage]
+        assert stage.first_layer <= planned.layer <= stage.last_layer
+    assert [planned.depth for planned in plan.exits] == [3, 4]
+    # Two long exits get stages of their own, with fewer layers.
+    assert len({planned.stage for planned in plan.exits}) == 2
+
+
+def test_a_free_split_that_is_even_says_so() -> None:
+    run = make_run(parallel={"pipeline_model_parallel_size": 2, "layer_split": "auto"})
+    plan = make_plan(run, free_messages(run, op_seconds={"embedding": (0, 0), "final_head": (0, 0)}))
+    split = decision(plan, "layers per stage")
+    assert (split.choice, split.rejected) == ("4, 4", "")
+    assert "as even as possible" in split.reason

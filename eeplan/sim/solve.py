@@ -1,0 +1,272 @@
+"""Least candidates of search families, with proof: iterative deepening around ``branch``.
+
+The allowed time grows from the lower bound of the whole family. A round without a find proves that nothing
+is that fast; the round with the first find goes on until nothing faster is left. Then the same for the peak
+among the candidates of that time, and for the overshoot among those of that peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from eeplan.sim.family import Family, Integers
+
+if TYPE_CHECKING:
+    from eeplan.sim.suffix import Tables
+
+NODE_BUDGET = 6_000_000
+"""Stages tried before a search gives up its proof; a count, so that equal inputs give equal plans."""
+TIE_BUDGET = 2_000_000
+"""The same for choosing among equally fast candidates."""
+FIRST_STEP = 1e-4
+"""How far above the lower bound the first round looks; each round doubles it."""
+_ANYTHING = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What candidates are compared by, in this order."""
+
+    time_ns: int
+    """Whole iteration without the constant overhead."""
+    peak_bytes: int
+    overshoot: int
+    """``layout.squared_gaps``; 0 where exits have fixed places."""
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """Layers and exits of each stage."""
+
+    family: int
+    """Index of the family it is from."""
+    split: tuple[int, ...]
+    counts: tuple[int, ...]
+    value: Value
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """How much of the space is settled."""
+
+    lower_bound_ns: int
+    """No candidate is faster."""
+    optimal: bool
+    """The solution is the fastest."""
+    settled: bool
+    """Of the fastest it is the least in peak, then in overshoot, too."""
+    evaluated: int
+    """Candidates judged."""
+    pruned: int
+    """Subtrees cut off by a bound."""
+
+
+def solve(
+    families: Sequence[Family], budget: int = NODE_BUDGET, tie_budget: int = TIE_BUDGET
+) -> tuple[Solution | None, Proof]:
+    """The least candidate of all families; a later family must be strictly faster than an earlier one.
+
+    Args:
+        budget: stages tried, in each family.
+        tie_budget: stages tried when choosing among equally fast candidates, for each further criterion.
+
+    Returns:
+        The solution and its proof. No solution and an optimal proof: none is allowed.
+    """
+    best: Solution | None = None
+    searches = []
+    for index, family in enumerate(families):
+        search = _Search(family, budget, tie_budget)
+        searches.append(search)
+        solution = search.fastest(index, best)
+        if solution is not None:
+            best = solution
+    lower_bound_ns = min(search.lower_bound_ns for search in searches)
+    if best is not None:
+        lower_bound_ns = min(lower_bound_ns, best.value.time_ns)
+        best = searches[best.family].choose(best)
+    optimal = all(search.finished for search in searches)
+    return best, Proof(
+        lower_bound_ns=lower_bound_ns,
+        optimal=optimal,
+        settled=optimal and all(search.settled for search in searches),
+        evaluated=sum(search.judged for search in searches),
+        pruned=sum(search.cut for search in searches),
+    )
+
+
+def with_split(family: Family, split: Sequence[int]) -> Family:
+    """The candidates with these layers per stage."""
+    given = np.zeros_like(family.allowed)
+    for stage, layers in enumerate(split):
+        given[stage, layers] = True
+    return family._replace(allowed=family.allowed & given)
+
+
+def without_counts(family: Family, counts: Sequence[int]) -> Family:
+    """The candidates with other exits per stage."""
+    return family._replace(excluded=np.array(counts, np.int64))
+
+
+def without_times(family: Family) -> Family:
+    """The same candidates when time does not count, so that the least one has the least peak."""
+    nothing = np.zeros_like
+    return family._replace(
+        forward=nothing(family.forward),
+        backward=nothing(family.backward),
+        layer_forward=0,
+        layer_backward=0,
+        exit_forward=nothing(family.exit_forward),
+        exit_backward=nothing(family.exit_backward),
+        message=nothing(family.message),
+        sync=nothing(family.sync),
+        step=nothing(family.step),
+        shared=nothing(family.shared),
+    )
+
+
+@dataclass(slots=True)
+class _Search:
+    """One family, and what is known of it so far."""
+
+    family: Family
+    budget: int
+    tie_budget: int
+    lower_bound_ns: int = _ANYTHING
+    """No candidate of this family is faster."""
+    finished: bool = True
+    """Within the budget."""
+    settled: bool = True
+    judged: int = 0
+    cut: int = 0
+
+    def fastest(self, index: int, best: Solution | None) -> Solution | None:
+        """The least candidate in time that is strictly faster than ``best``."""
+        from eeplan.sim import branch
+
+        lowest_ns = self._lowest_ns()
+        if lowest_ns is None:
+            return None
+        self.lower_bound_ns = lowest_ns
+        if best is not None and lowest_ns >= best.value.time_ns:
+            return None
+        above = Value(best.value.time_ns if best else _ANYTHING, _ANYTHING, _ANYTHING)
+        solution, self.finished = self._deepen(branch.TIME, index, above, lowest_ns, self.budget)
+        if solution is not None and self.finished:
+            self.lower_bound_ns = solution.value.time_ns
+        return solution
+
+    def choose(self, fastest: Solution) -> Solution:
+        """Of the candidates as fast as ``fastest``, the least in peak, then in overshoot."""
+        from eeplan.sim import branch, prefix
+
+        best = fastest
+        peak = int(self._bounds(best.value.time_ns, best.value.peak_bytes)[0].peak[0, 0, 0])
+        gaps = int(branch.least_gaps(self.family, prefix.empty_prefix(self.family), 0))
+        for goal, lowest in ((branch.PEAK, peak), (branch.OVERSHOOT, gaps)):
+            better, finished = self._deepen(goal, best.family, best.value, lowest, self.tie_budget)
+            best, self.settled = better or best, self.settled and finished
+        return best
+
+    def _deepen(
+        self, goal: int, index: int, above: Value, lowest: int, budget: int
+    ) -> tuple[Solution | None, bool]:
+        """The candidate with the least goal below that of ``above``, not more in what comes before the goal.
+
+        Returns:
+            The solution or None, and whether that is proved.
+        """
+        from eeplan.sim import branch
+
+        limits = np.array([above.time_ns, above.peak_bytes, above.overshoot])
+        end = int(limits[goal])
+        step, nodes = max(1, round(FIRST_STEP * lowest)), 0
+        while lowest < end:
+            value = limits.copy()
+            value[goal] = min(lowest + step, end)
+            time_ns = int(value[branch.TIME])
+            bounds, most_layers, mean = self._bounds(time_ns, int(value[branch.PEAK]))
+            solution, statistics = np.zeros((2, self.family.num_stages), np.int64), np.zeros(5, np.int64)
+            branch.search(
+                self.family, bounds, most_layers, mean, budget - nodes, goal, value, solution, statistics
+            )
+            nodes += int(statistics[branch.NODES])
+            self.judged += int(statistics[branch.JUDGED])
+            self.cut += int(statistics[branch.CUT])
+            finished = not statistics[branch.EXHAUSTED]
+            if statistics[branch.FOUND]:
+                split, counts = (tuple(row) for row in solution.tolist())
+                return Solution(index, split, counts, Value(*value.tolist())), finished
+            if not finished:
+                return None, False
+            lowest += step
+            if goal == branch.TIME:
+                self.lower_bound_ns = min(lowest, end)
+                end = min(end, self._longest_ns() + 1)
+            step *= 2
+        return None, True
+
+    def _lowest_ns(self) -> int | None:
+        """Lower bound of all candidates; None if there are none."""
+        from eeplan.sim import prefix, suffix
+
+        crossing_ns = int(suffix.crossing_ns(self.family))
+        longest_ns, limit_ns = self._longest_ns(), 2 * self.family.num_microbatches * crossing_ns
+        limit_ns = limit_ns // self.family.num_stages + 1
+        while True:
+            bounds, _, _ = self._bounds(limit_ns, _ANYTHING)
+            if bounds.slowest[0, 0, 0] < suffix.NEVER:
+                empty = prefix.empty_prefix(self.family)
+                bound_ns = int(prefix.bound_ns(self.family, bounds, empty, 0, crossing_ns))
+                # Stages that take longer than the limit alone were left out.
+                return min(bound_ns, limit_ns + 1)
+            if limit_ns >= longest_ns:
+                return None
+            limit_ns *= 4
+
+    def _bounds(self, limit_ns: int, limit_bytes: int) -> tuple[Tables, Integers, Integers]:
+        """Tables for candidates within both limits, with the layers and means of stages that they allow."""
+        from eeplan.sim import suffix
+
+        family = self.family._replace(allowed=self.family.allowed & (self.family.peak <= limit_bytes))
+        most_layers, mean = self._most_layers(limit_ns), self._mean(limit_ns)
+        return suffix.tables(family, limit_ns, most_layers, mean), most_layers, mean
+
+    def _most_layers(self, limit_ns: int) -> Integers:
+        """Layers beyond which the stage alone takes longer than ``limit_ns``: M forwards and backwards."""
+        family = self.family
+        most = family.num_layers - family.num_stages + 1
+        layer_ns = family.layer_forward + family.layer_backward
+        if layer_ns == 0:
+            return np.full(family.num_stages, most)
+        spare_ns = limit_ns // family.num_microbatches - family.forward - family.backward
+        layers: Integers = np.clip(spare_ns // layer_ns, 0, most)
+        return layers
+
+    def _mean(self, limit_ns: int) -> Integers:
+        """Largest mean of a run of neighbouring stages that the limit allows, as a fraction.
+
+        A path that crosses the pipeline twice may spend its other M-1-P rounds on any run: whole turns of it,
+        and what is left over on its slowest stage, which misses at most the messages within one turn.
+        """
+        from eeplan.sim import suffix
+
+        family = self.family
+        turns = family.num_microbatches - 1 - family.num_stages
+        if turns < 1:
+            return np.zeros(2, np.int64)
+        inside_ns = 0 if family.blocks else 2 * int(family.message.sum())
+        return np.array([limit_ns - 2 * int(suffix.crossing_ns(family)) + inside_ns, turns])
+
+    def _longest_ns(self) -> int:
+        """More than any candidate takes: all ops and messages one after the other."""
+        family = self.family
+        once = family.num_layers * (family.layer_forward + family.layer_backward)
+        once += int((family.forward + family.backward).sum() + 4 * family.message.sum())
+        once += int(family.exit_forward[-1] + family.exit_backward[-1])
+        after = int(family.sync.max() + family.step.max() + family.shared.max())
+        return family.num_microbatches * once + after

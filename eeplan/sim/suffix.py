@@ -1,0 +1,197 @@
+# mypy: disable-error-code="untyped-decorator"
+"""What no choice of the last stages can beat: tables for ``branch``, compiled.
+
+The least possible value of several sums and maxima over stages s..P-1, by dynamic programming over (stage,
+layers below, exits below), from the last stage down. Each value enters a lower bound on the iteration by
+itself. No one choice of stages need reach all of them at once; that makes the bound lower, never wrong.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from eeplan.sim.family import Family, Integers
+
+NONE = -(1 << 62)
+NEVER = 1 << 62
+"""Beyond every time, size and overshoot."""
+
+
+class Tables(NamedTuple):
+    """Bounds of the stages s..P-1 given layers and exits below: [P+1, L+1, k+1]; NEVER if nothing fits."""
+
+    slowest: Integers
+    """Least slowest stage, forward plus backward with the messages that block it."""
+    rounds: Integers
+    """Least longest path with all rounds on one of these stages, from its first to its last."""
+    forwards: Integers
+    """Least slowest stage from its first to its last forward."""
+    backwards: Integers
+    """Least slowest stage from its first to its last backward."""
+    holders: Integers
+    """Fewest copies of the shared matrix."""
+    peak: Integers
+    step: Integers
+    slack: Integers
+    """Most that a run of stages below may exceed the allowed mean, times its denominator; else -1."""
+
+
+@njit(cache=True)
+def stage_ns(family: Family, stage: int, layers: int, below: int, above: int) -> tuple[int, int]:
+    """Forward and backward of a stage."""
+    forward = family.exit_forward[above] - family.exit_forward[below]
+    backward = family.exit_backward[above] - family.exit_backward[below]
+    return (
+        family.forward[stage] + layers * family.layer_forward + forward,
+        family.backward[stage] + layers * family.layer_backward + backward,
+    )
+
+
+@njit(cache=True)
+def fits(family: Family, stage: int, below_layers: int, layers: int, below: int, above: int) -> bool:
+    """Whether a stage can be of that kind; exits are only counted, see ``deepest``."""
+    if not family.allowed[stage, layers, family.group[below, above]]:
+        return False
+    fixed = family.exits_below[below_layers + layers]
+    if fixed >= 0:
+        return bool(fixed == above)
+    room = layers + (stage > 0) - (stage == family.num_stages - 1)
+    return above - below <= room
+
+
+@njit(cache=True)
+def tables(family: Family, limit_ns: int, most_layers: Integers, mean: Integers) -> Tables:
+    """Bounds of all suffixes of candidates that take at most ``limit_ns``.
+
+    Args:
+        most_layers: [P] that a stage of such a candidate may have.
+        mean: (num, den), the largest mean that a run of neighbouring stages may have, with the messages
+            between them; a ``den`` of 0 means any.
+    """
+    num_stages, num_layers, num_exits = family.num_stages, family.num_layers, family.num_exits
+    bounds, crossing = _no_tables(family), crossing_ns(family)
+    reachable = num_layers
+    for stage in range(num_stages - 1, -1, -1):
+        reachable -= most_layers[stage]
+        most_below = min(most_layers[:stage].sum(), num_layers - (num_stages - stage))
+        for below in range(max(stage, reachable), most_below + 1):
+            for exits in range(num_exits + 1):
+                if family.exits_below[below] >= 0 and family.exits_below[below] != exits:
+                    continue
+                for layers in range(1, min(most_layers[stage], num_layers - below) + 1):
+                    for above in range(exits, num_exits + 1):
+                        if bounds.slowest[stage + 1, below + layers, above] == NEVER:
+                            continue
+                        if not fits(family, stage, below, layers, exits, above):
+                            continue
+                        if _alone_ns(family, crossing, stage, layers, exits, above) <= limit_ns:
+                            _relax(family, bounds, stage, below, layers, exits, above, mean)
+    return bounds
+
+
+@njit(cache=True)
+def _no_tables(family: Family) -> Tables:
+    shape = (family.num_stages + 1, family.num_layers + 1, family.num_exits + 1)
+    bounds = Tables(
+        np.full(shape, NEVER), np.full(shape, NEVER), np.full(shape, NEVER), np.full(shape, NEVER),
+        np.full(shape, NEVER), np.full(shape, NEVER), np.full(shape, NEVER), np.full(shape, -1),
+    )  # fmt: skip
+    end = family.num_stages, family.num_layers, family.num_exits
+    bounds.slowest[end], bounds.rounds[end], bounds.forwards[end], bounds.backwards[end] = 0, NONE, 0, 0
+    bounds.holders[end], bounds.peak[end], bounds.step[end], bounds.slack[end] = 0, 0, 0, NEVER
+    return bounds
+
+
+@njit(cache=True)
+def _alone_ns(family: Family, crossing: int, stage: int, layers: int, exits: int, above: int) -> int:
+    """At least what an iteration takes with this stage, whatever the others are."""
+    forward, backward = stage_ns(family, stage, layers, exits, above)
+    work = forward + backward + blocked_ns(family, stage)
+    turns = family.num_microbatches - 1 - family.num_stages
+    if turns < 0:
+        return int(max(crossing, family.num_microbatches * work))
+    alone = 2 * crossing + turns * work
+    if stage == family.num_stages - 1:
+        # The way there does not end like one to a stage with others behind it.
+        there = crossing - (family.message.sum() if family.blocks else 0)
+        alone = max(alone, there + (family.num_microbatches - 1) * work)
+    return int(alone)
+
+
+@njit(cache=True)
+def _relax(
+    family: Family,
+    bounds: Tables,
+    stage: int,
+    below: int,
+    layers: int,
+    exits: int,
+    above: int,
+    mean: Integers,
+) -> None:
+    """Let the bounds at one place count with one more choice of the stage there."""
+    at, after = (stage, below, exits), (stage + 1, below + layers, above)
+    forward, backward = stage_ns(family, stage, layers, exits, above)
+    work, link = forward + backward + blocked_ns(family, stage), link_ns(family, stage)
+    group = family.group[exits, above]
+    bounds.slowest[at] = min(bounds.slowest[at], max(work, bounds.slowest[after]))
+    longest = bounds.rounds[after] - work - link if bounds.rounds[after] > NONE else NONE
+    turns = family.num_microbatches - 2 - (family.num_stages - 1 - stage)
+    if turns >= 0:
+        longest = max(longest, turns * work)
+    bounds.rounds[at] = min(bounds.rounds[at], longest)
+    waits, mixed = ramp_rounds(family, stage)
+    forwards, backwards = waits * forward + mixed * work, waits * backward + mixed * work
+    bounds.forwards[at] = min(bounds.forwards[at], max(forwards, bounds.forwards[after]))
+    bounds.backwards[at] = min(bounds.backwards[at], max(backwards, bounds.backwards[after]))
+    bounds.holders[at] = min(bounds.holders[at], family.holder[stage, group] + bounds.holders[after])
+    bounds.peak[at] = min(bounds.peak[at], max(family.peak[stage, layers, group], bounds.peak[after]))
+    bounds.step[at] = min(bounds.step[at], max(family.step[stage, layers, group], bounds.step[after]))
+    if mean[1] and bounds.slack[after] >= 0:
+        spare = mean[0] - work * mean[1]
+        if stage < family.num_stages - 1:
+            spare += min(0, bounds.slack[after] - link * mean[1])
+        bounds.slack[at] = max(bounds.slack[at], spare)
+
+
+@njit(cache=True)
+def ramp_rounds(family: Family, stage: int) -> tuple[int, int]:
+    """From the first to the last forward of a stage: steps of a forward alone, and with a backward between.
+
+    The same for its backwards.
+    """
+    others = family.num_microbatches - 1
+    waits = min(family.num_stages - 1 - stage, others)
+    return waits, others - waits
+
+
+@njit(cache=True)
+def crossing_ns(family: Family) -> int:
+    """A path from stage 0 to the last and back: the same for all candidates."""
+    crossing = family.num_layers * (family.layer_forward + family.layer_backward)
+    crossing += family.exit_forward[-1] + family.exit_backward[-1]
+    for stage in range(family.num_stages):
+        crossing += family.forward[stage] + family.backward[stage]
+        crossing += blocked_ns(family, stage) + link_ns(family, stage)
+        if family.blocks and stage < family.num_stages - 1:
+            crossing -= family.message[stage]
+    return int(crossing)
+
+
+@njit(cache=True)
+def blocked_ns(family: Family, stage: int) -> int:
+    """What messages add to one steady forward and backward of a stage that waits for them."""
+    if not family.blocks:
+        return 0
+    ahead = family.message[stage] if stage < family.num_stages - 1 else 0
+    behind = family.message[stage - 1] if stage > 0 else 0
+    return 2 * (ahead + behind)
+
+
+@njit(cache=True)
+def link_ns(family: Family, stage: int) -> int:
+    """What messages add to a path that goes on to the next stage and comes back."""
+    return 0 if family.blocks or stage == family.num_stages - 1 else 2 * family.message[stage]
