@@ -73,9 +73,7 @@ def require_folder_for(plan: Plan, out: Path) -> None:
         other = load_plan(copy)
     except (FileError, SchemaError, PlanError) as error:
         raise PlanError(f"run directory {out} is damaged: {error}") from None
-    # Data paths are relative to the plan's folder, so the hashes of a plan and its copy differ.
-    same = other.model_copy(update={"content_sha256": ""}) == plan.model_copy(update={"content_sha256": ""})
-    if not same and training_hash(other) != training_hash(plan):
+    if training_hash(other) != training_hash(plan):
         raise PlanError(
             f"run directory {out} holds the run of another plan (its plan.yaml has content_sha256 "
             f"{other.content_sha256[:12]}…, this plan {plan.content_sha256[:12]}…); choose another --out"
