@@ -65,7 +65,8 @@ def generate(
     view = None if as_json else GenerationView(prompt, sys.stdout)
     with work():
         require_runtime()
-        from eeplan.runtime.decode.generate import generate_options, generate_text, parse_exits
+        from eeplan.runtime.decode.generate import generate_text
+        from eeplan.runtime.decode.options import generate_options, parse_exits
 
         options = generate_options(
             threshold=threshold,

@@ -163,7 +163,8 @@ def _train(out: Path, progress: Progress) -> None:
 
 def _generate(run_dir: Path, progress: Progress) -> None:
     """Continue each prompt, show the text, and leave ``samples.json`` for the report."""
-    from eeplan.runtime.decode.generate import generate_options, generate_text
+    from eeplan.runtime.decode.generate import generate_text
+    from eeplan.runtime.decode.options import generate_options
 
     samples = []
     for index, prompt in enumerate(PROMPTS):

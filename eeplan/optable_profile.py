@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
 
 import numpy as np
 
@@ -30,7 +29,7 @@ from eeplan.profile import (
     Transfer,
 )
 from eeplan.sim.parameters import layer_parameters, vocabulary_parameters
-from eeplan.spec import RunSpec
+from eeplan.spec import Precision, RunSpec
 
 PARAMETER_TOLERANCE = 0.03
 """Biases and position embeddings, which a run file's model lacks, stay below this; another model does not."""
@@ -38,7 +37,7 @@ PARAMETER_TOLERANCE = 0.03
 HEAD_SHARE = 0.2
 """A head may run at another efficiency than a layer, but not at five times it."""
 
-STATE_BYTES = {"fp32": 16.0, "bf16": 18.0}
+STATE_BYTES: dict[Precision, float] = {"fp32": 16.0, "bf16": 18.0, "fp16": 18.0}
 """Parameter, gradient, Adam's two moments, and with bf16 the fp32 master copy and gradient."""
 
 LOGIT_TEMPORARY_BYTES = 8
@@ -384,5 +383,5 @@ def _tokens(run: RunSpec) -> int:
     return run.training.seq_length * run.training.micro_batch_size
 
 
-def _width(run: RunSpec) -> Literal[2, 4]:
-    return 2 if run.training.precision == "bf16" else 4
+def _width(run: RunSpec) -> int:
+    return run.training.element_bytes

@@ -12,7 +12,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from eeplan.errors import ProfileError
 from eeplan.schema import Model, load_yaml
-from eeplan.spec import RunSpec
+from eeplan.spec import Precision, RunSpec
 
 OpName = Literal["embedding", "layer", "exit_minimal", "exit_norm", "exit_mlp", "exit_block", "final_head"]
 """``final_head`` is the final norm, the output matrix and the loss; every ``exit_*`` includes its loss."""
@@ -124,7 +124,7 @@ class ModelShape(Model):
     ffn_hidden_size: PositiveInt
     padded_vocab_size: PositiveInt
     seq_length: PositiveInt
-    precision: Literal["fp32", "bf16"]
+    precision: Precision
 
     @classmethod
     def of(cls, run: RunSpec) -> ModelShape:

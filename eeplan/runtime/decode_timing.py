@@ -56,7 +56,7 @@ def decoded_stage(run: RunSpec) -> StageSpec:
     """
     model = run.model
     matrices = 2 * (1 + model.query_groups / model.num_attention_heads) * model.hidden_size**2
-    width = 2 if run.training.precision == "bf16" else 4
+    width = run.training.element_bytes
     layer_bytes = width * (matrices + 3 * model.hidden_size * model.ffn_size)
     layers = min(model.num_layers, int(CACHE_BYTES // layer_bytes) + 1)
     places = len(HEAD_KINDS) + 1

@@ -22,7 +22,7 @@ ROUNDS = 15
 
 def message_bytes(run: RunSpec) -> int:
     """Size of the hidden states that one microbatch sends to the next stage."""
-    element = 2 if run.training.precision == "bf16" else 4
+    element = run.training.element_bytes
     return run.training.micro_batch_size * run.training.seq_length * run.model.hidden_size * element
 
 

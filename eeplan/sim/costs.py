@@ -88,8 +88,8 @@ class CostModel:
     def hidden_bytes(self) -> int:
         """Hidden states of one microbatch, s b h values: the message between stages."""
         training = self.run.training
-        width = 2 if training.precision == "bf16" else 4
-        return training.seq_length * training.micro_batch_size * self.run.model.hidden_size * width
+        tokens = training.seq_length * training.micro_batch_size
+        return tokens * self.run.model.hidden_size * training.element_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,7 +149,7 @@ def decode_process(
     stages = layout.layers_per_stage if mode == "pipeline" else (layout.num_layers,)
     costs = costs_for(profile, len(stages))
     kinds = {exit_.head for exit_ in exits}
-    width = 2 if profile.shape.precision == "bf16" else 4
+    width = 4 if profile.shape.precision == "fp32" else 2
     return DecodeProcess(
         exits=tuple(
             Exit(exit_.depth, exit_.head, exit_.stage if mode == "pipeline" else 0)

@@ -15,14 +15,10 @@ from builders import make_plan, make_run
 from eeplan.errors import CheckpointError, DecodeError
 from eeplan.plan import load_plan, write_plan
 from eeplan.runtime import backend, checkpoint
-from eeplan.runtime.decode.generate import (
-    continue_prompt,
-    generate_options,
-    generate_text,
-    parse_exits,
-)
+from eeplan.runtime.decode.generate import continue_prompt, generate_text
 from eeplan.runtime.decode.modes import MODES
 from eeplan.runtime.decode.network import DecodeNetwork
+from eeplan.runtime.decode.options import generate_options, parse_exits
 from eeplan.runtime.model import EarlyExitGPT, build_model, whole_model_spec
 from eeplan.runtime.tokenizer import byte_tokenizer
 

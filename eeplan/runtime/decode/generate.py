@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,8 @@ from eeplan.errors import CheckpointError, DecodeError
 from eeplan.runtime import backend
 from eeplan.runtime.checkpoint import load_model, load_tokenizer_path
 from eeplan.runtime.decode.emission import Emission
-from eeplan.runtime.decode.modes import (
-    DEFAULT_LIMIT,
-    DEFAULT_MODE,
-    Decoder,
-    Mode,
-    check_recompute_limit,
-    decode_mode,
-    make_decoder,
-)
-from eeplan.runtime.decode.policy import ExitPolicy, exit_policy
-from eeplan.runtime.decode.sampling import Sampling, sampling
+from eeplan.runtime.decode.modes import Decoder, make_decoder
+from eeplan.runtime.decode.options import GenerateOptions
 from eeplan.runtime.decode.speculative import SpeculativeDecoder
 from eeplan.runtime.model import EarlyExitGPT
 from eeplan.runtime.stage import FINAL, exit_name
@@ -34,80 +24,6 @@ from eeplan.runtime.tokenizer import TextStream, Tokenizer, load_tokenizer
 
 TokenCallback = Callable[[dict[str, Any]], None]
 """Called with each token of the result as soon as it is there; see :func:`continue_prompt`."""
-
-
-@dataclass(frozen=True, slots=True)
-class GenerateOptions:
-    """Checked options of one generation; made by :func:`generate_options`."""
-
-    mode: Mode
-    policy: ExitPolicy
-    sampling: Sampling
-    max_new_tokens: int
-    seed: int
-    recompute_limit: int
-
-
-def generate_options(
-    *,
-    threshold: float | Sequence[float],
-    max_new_tokens: int,
-    mode: str = DEFAULT_MODE,
-    confidence: str = "max_probability",
-    exits: Sequence[int] | None = None,
-    first_early_token: int = 0,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 0.0,
-    repetition_penalty: float = 1.0,
-    seed: int = 1,
-    recompute_limit: int = DEFAULT_LIMIT,
-) -> GenerateOptions:
-    """Check what a user asks for.
-
-    Args:
-        threshold: confidence at which a token leaves early, one for all exits or one for each by depth; 1
-            never, 0 always. ``self_speculative`` drafts while its exit is so confident.
-        mode: one of ``MODES``.
-        confidence: one of ``CONFIDENCE_KINDS``.
-        exits: depths of the exits in use; None is all.
-        first_early_token: how many tokens go through all layers before the first that may leave early.
-        temperature: 0 takes the most likely token.
-        top_k, top_p: draw from the k likeliest tokens, or the smallest likeliest set of this probability; 0
-            draws from all.
-        repetition_penalty: above 1 makes tokens less likely that are there already.
-        recompute_limit: most tokens whose deep keys and values may be missing, drafts included.
-
-    Raises:
-        DecodeError: an option is out of range.
-    """
-    if max_new_tokens < 1:
-        raise DecodeError(f"max_new_tokens is {max_new_tokens}; expected at least 1")
-    if not 0 <= seed < 2**63:
-        raise DecodeError(f"seed is {seed}; expected a whole number from 0 to 2^63 - 1")
-    check_recompute_limit(recompute_limit)
-    return GenerateOptions(
-        mode=decode_mode(mode),
-        policy=exit_policy(threshold, confidence, exits, first_early_token),
-        sampling=sampling(temperature, top_k, top_p, repetition_penalty),
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        recompute_limit=recompute_limit,
-    )
-
-
-def parse_exits(text: str | None) -> list[int] | None:
-    """Depths from "2,4"; None stays None.
-
-    Raises:
-        DecodeError: something else is between the commas.
-    """
-    if text is None:
-        return None
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise DecodeError(f"exits is '{text}'; expected depths with commas between them, as 2,4") from None
 
 
 def generate_text(
