@@ -26,6 +26,9 @@ class Emission:
     """Log-probability of the token by that exit's own distribution: temperature 1, no penalty."""
     was_draft: bool = False
     """Whether an early exit drafted the token and the final one confirmed it (``self_speculative``)."""
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens of that exit's own distribution with their log-probabilities, likeliest first: as
+    many as ``GenerateOptions.top_logprobs`` asks for. See :func:`top_logprobs`."""
 
 
 def checked_judgement(logits_V: Tensor, kind: ConfidenceKind, name: str) -> Judgement:
@@ -40,3 +43,17 @@ def checked_judgement(logits_V: Tensor, kind: ConfidenceKind, name: str) -> Judg
             f"the logits of {name} are not finite numbers; the checkpoint is damaged or diverged"
         )
     return found
+
+
+def top_logprobs(logits_V: Tensor, log_normalizer: float, count: int) -> tuple[tuple[int, float], ...]:
+    """The ``count`` likeliest tokens and their log-probabilities, likeliest first; none for 0.
+
+    Args:
+        logits_V: of one position.
+        log_normalizer: of these logits, see ``Judgement``.
+    """
+    if count == 0:
+        return ()
+    found = logits_V.topk(min(count, len(logits_V)))
+    pairs = zip(found.indices.tolist(), found.values.tolist(), strict=True)
+    return tuple((token, logit - log_normalizer) for token, logit in pairs)

@@ -27,6 +27,8 @@ class GenerateOptions:
     max_new_tokens: int
     seed: int
     recompute_limit: int
+    top_logprobs: int = 0
+    """How many likeliest tokens an emission lists."""
 
 
 def generate_options(
@@ -43,6 +45,7 @@ def generate_options(
     repetition_penalty: float = 1.0,
     seed: int = 1,
     recompute_limit: int = DEFAULT_LIMIT,
+    top_logprobs: int = 0,
 ) -> GenerateOptions:
     """Check what a user asks for.
 
@@ -58,6 +61,7 @@ def generate_options(
             draws from all.
         repetition_penalty: above 1 makes tokens less likely that are there already.
         recompute_limit: most tokens whose deep keys and values may be missing, drafts included.
+        top_logprobs: how many likeliest tokens to list with each emitted one.
 
     Raises:
         DecodeError: an option is out of range.
@@ -66,6 +70,8 @@ def generate_options(
         raise DecodeError(f"max_new_tokens is {max_new_tokens}; expected at least 1")
     if not 0 <= seed < 2**63:
         raise DecodeError(f"seed is {seed}; expected a whole number from 0 to 2^63 - 1")
+    if top_logprobs < 0:
+        raise DecodeError(f"top_logprobs is {top_logprobs}; expected 0 or more")
     check_recompute_limit(recompute_limit)
     return GenerateOptions(
         mode=decode_mode(mode),
@@ -74,6 +80,7 @@ def generate_options(
         max_new_tokens=max_new_tokens,
         seed=seed,
         recompute_limit=recompute_limit,
+        top_logprobs=top_logprobs,
     )
 
 
