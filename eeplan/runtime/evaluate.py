@@ -151,6 +151,17 @@ def held_out(data: Path, run: RunSpec, tokenizer: Tokenizer, max_tokens: int) ->
 
 
 def _from_prefix(prefix: Path, run: RunSpec, tokenizer: Tokenizer, max_tokens: int) -> HeldOut:
+    documents, sentence = held_out_documents(prefix, run, tokenizer)
+    stream = _tokens(prefix, documents, max_tokens + 1)
+    return HeldOut(_windows(stream, run.training.seq_length, prefix), sentence)
+
+
+def held_out_documents(prefix: Path, run: RunSpec, tokenizer: Tokenizer) -> tuple[Sequence[int], str]:
+    """Which documents of a dataset the model was not trained on, and a sentence that says so.
+
+    Raises:
+        DataError: made by another tokenizer, or trained on as a whole.
+    """
     summary = read_summary(DataFiles(prefix))
     if summary.tokenizer_sha256 != tokenizer.sha256:
         raise DataError(
@@ -166,20 +177,19 @@ def _from_prefix(prefix: Path, run: RunSpec, tokenizer: Tokenizer, max_tokens: i
                 f"dataset {prefix} was trained on, and data.split {run.data.split!r} holds nothing out; give "
                 "other text"
             )
-    stream = _tokens(prefix, documents, max_tokens + 1)
-    return HeldOut(_windows(stream, run.training.seq_length, prefix), sentence)
+    return documents, sentence
 
 
 def _is_training_data(prefix: Path, run: RunSpec) -> bool:
     """Whether the model was trained on it: the same path, or the same tokens elsewhere."""
-    trained = Path(run.data.data_path)
-    if prefix.resolve() == trained.resolve():
-        return True
-    files = DataFiles(trained)
-    return (
-        files.summary.is_file()
-        and read_summary(files).bin_sha256 == read_summary(DataFiles(prefix)).bin_sha256
-    )
+    digest = read_summary(DataFiles(prefix)).bin_sha256
+    for trained in (Path(one.path) for one in run.data.datasets):
+        if prefix.resolve() == trained.resolve():
+            return True
+        files = DataFiles(trained)
+        if files.summary.is_file() and read_summary(files).bin_sha256 == digest:
+            return True
+    return False
 
 
 def _tokens(prefix: Path, documents: Sequence[int], most: int) -> NDArray[np.int64]:
