@@ -52,7 +52,8 @@ class _Op:
 def decoded_stage(run: RunSpec) -> StageSpec:
     """The whole model, or as much of it as the caches cannot hold, with one exit of each head kind.
 
-    Exits are spread over the depth; they share the vocabulary matrix if the run's exits do.
+    Exits are spread over the depth; they share the vocabulary matrix if the run's exits do. A model with too
+    few layers to hold them all gets depths beyond its own, where only the timing meets them.
     """
     model = run.model
     matrices = 2 * (1 + model.query_groups / model.num_attention_heads) * model.hidden_size**2
@@ -62,7 +63,7 @@ def decoded_stage(run: RunSpec) -> StageSpec:
     places = len(HEAD_KINDS) + 1
     tied = not run.exits.untie_exit_output_weights
     exits = tuple(
-        ExitSpec(max(number, number * layers // places), kind, tied)
+        ExitSpec(number * layers // places if layers >= places else layers + number, kind, tied)
         for number, kind in enumerate(HEAD_KINDS, start=1)
     )
     return StageSpec(first_layer=1, last_layer=layers, exits=exits, is_first=True, is_last=True)

@@ -53,6 +53,14 @@ def test_every_op_is_timed_for_every_number_of_rows(one_process: backend.Backend
     assert torch.get_num_threads() == threads
 
 
+@pytest.mark.parametrize("layers", [2, 4])
+def test_a_model_with_fewer_layers_than_head_kinds_times_every_head(
+    one_process: backend.Backend, layers: int
+) -> None:
+    costs = measured(one_process, small_run(model__num_layers=layers), min_rounds=1)
+    assert {cost.op for cost in costs.ops} == set(OPS)
+
+
 def test_what_was_measured_predicts_every_mode(one_process: backend.Backend) -> None:
     run = small_run()
     profile = make_profile(run).model_copy(update={"decode": (measured(one_process, run),)})
@@ -112,5 +120,5 @@ def test_a_large_model_is_cut_to_what_no_cache_holds() -> None:
         exits__untie_exit_output_weights=True,
     )
     assert decoded_stage(wide).last_layer == 1
-    assert [exit_.depth for exit_ in decoded_stage(wide).exits] == [1, 2, 3, 4]
+    assert [exit_.depth for exit_ in decoded_stage(wide).exits] == [2, 3, 4, 5]
     assert not any(exit_.tied for exit_ in decoded_stage(wide).exits)
