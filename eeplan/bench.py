@@ -64,7 +64,7 @@ def _evaluators(num_stages: int, num_microbatches: int) -> list[tuple[str, Calla
     costs = PipelineCosts(
         forward_ns=tuple(forward[0].tolist()),
         backward_ns=tuple(backward[0].tolist()),
-        latency_ns=10_000,
+        message_ns=tuple(messages.tolist()),
         static_bytes=(10**9,) * num_stages,
         kept_bytes=(10**8,) * num_stages,
         forward_transient_bytes=(10**7,) * num_stages,

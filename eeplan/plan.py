@@ -83,6 +83,8 @@ class StagePlan(Model):
     """The part of forward plus backward that the exits cost."""
     output_bytes: Count
     """Size of the message to the next stage; 0 on the last."""
+    message_s: Seconds
+    """What it takes, and its gradient back; 0 on the last."""
     kept_bytes: Count
     """Alive per microbatch between forward and backward."""
     forward_transient_bytes: Count
@@ -232,8 +234,6 @@ class Plan(Model):
     schedule: Literal["1f1b"]
     num_microbatches: PositiveInt
     """That global_batch_size asks of each data-parallel rank (M); ``fill`` may change what runs."""
-    p2p_latency_s: Seconds
-    p2p_bandwidth_bytes_per_s: Annotated[float, Field(gt=0.0)]
     stages: tuple[StagePlan, ...]
     prediction: Prediction
     decode: DecodePrediction | None = None
@@ -241,7 +241,9 @@ class Plan(Model):
     decisions: tuple[Decision, ...]
     certificate: Certificate
     extrapolated_ops: tuple[str, ...]
-    """Ops whose cost was not measured at the size used."""
+    """Ops whose cost was not measured as it is used."""
+    interpolated_ops: tuple[str, ...] = ()
+    """Ops measured at smaller and larger microbatch sizes only."""
     content_sha256: str = ""
     """Hash of everything above; a plan edited by hand is refused."""
 

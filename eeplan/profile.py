@@ -5,8 +5,10 @@ Only data and look-up: measuring is ``runtime.profiler``, composing stage costs 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -16,6 +18,9 @@ from eeplan.spec import Precision, RunSpec
 
 OpName = Literal["embedding", "layer", "exit_minimal", "exit_norm", "exit_mlp", "exit_block", "final_head"]
 """``final_head`` is the final norm, the output matrix and the loss; every ``exit_*`` includes its loss."""
+
+Recompute = Literal["full", "selective"]
+"""What of a layer is computed again in its backward: all of it, or its attention core."""
 
 Seconds = Annotated[float, Field(ge=0.0)]
 Bytes = Annotated[int, Field(ge=0)]
@@ -34,11 +39,17 @@ class Timing(Model):
 
 
 class OpCost(Model):
-    """One op at one microbatch size, as run inside a stage (its weights are not in cache)."""
+    """One op at one microbatch size, as run inside a stage (its weights are not in cache).
+
+    How it was run, beside the size, is its key: :attr:`way`.
+    """
 
     op: OpName
     micro_batch_size: PositiveInt
     tensor_model_parallel_size: PositiveInt = 1
+    sequence_parallel: bool = False
+    recompute_granularity: Recompute | None = None
+    """Layers only: the backward also computes again what the forward did not keep."""
     forward: Timing
     backward: Timing
     kept_bytes: Bytes
@@ -48,6 +59,30 @@ class OpCost(Model):
     backward_transient_bytes: Bytes
     """Largest live bytes during the backward beyond ``kept_bytes`` and the incoming gradient."""
     extrapolated: bool = False
+    interpolated: bool = False
+    """On the line between the two nearest measured microbatch sizes."""
+
+    @property
+    def way(self) -> Way:
+        """How the op was run."""
+        return Way(self.tensor_model_parallel_size, self.sequence_parallel, self.recompute_granularity)
+
+
+class Way(NamedTuple):
+    """How an op is run, whatever the size of the microbatch."""
+
+    tensor_model_parallel_size: int = 1
+    sequence_parallel: bool = False
+    recompute_granularity: Recompute | None = None
+
+    def __str__(self) -> str:
+        words = [f"tensor_model_parallel_size {self.tensor_model_parallel_size}"]
+        words += ["sequence_parallel"] * self.sequence_parallel
+        words += [f"recompute_granularity {self.recompute_granularity}"] * bool(self.recompute_granularity)
+        return ", ".join(words)
+
+
+PLAIN = Way()
 
 
 class Transfer(Model):
@@ -154,8 +189,12 @@ class OpProfile(Model):
     shape: ModelShape
     ops: tuple[OpCost, ...]
     p2p: Transfer
+    """A message between two processes of one node, or of any two where nodes are not told apart."""
     all_reduce: Transfer
-    """All-reduce of a gradient between two processes, for tied matrices on several stages."""
+    """All-reduce of a gradient between two such processes."""
+    p2p_between_nodes: Transfer | None = None
+    """A message between processes of two nodes, while the others of their nodes send theirs."""
+    all_reduce_between_nodes: Transfer | None = None
     optimizer: OptimizerCost
     microbatch_overhead_s: Seconds = 0.0
     """Time per microbatch and stage outside the ops: batch fetch, launch, bookkeeping."""
@@ -171,31 +210,36 @@ class OpProfile(Model):
 
     @model_validator(mode="after")
     def _ops_are_unique(self) -> Self:
-        keys = [(c.op, c.micro_batch_size, c.tensor_model_parallel_size) for c in self.ops]
+        keys = [(c.op, c.micro_batch_size, c.way) for c in self.ops]
         for key in keys:
             if keys.count(key) > 1:
                 raise ValueError(
-                    f"ops: '{key[0]}' at micro_batch_size {key[1]} and tensor_model_parallel_size {key[2]} "
-                    "is given twice; keep one"
+                    f"ops: '{key[0]}' at micro_batch_size {key[1]} and {key[2]} is given twice; keep one"
                 )
         return self
 
-    def cost(self, op: OpName, micro_batch_size: int, tensor_model_parallel_size: int = 1) -> OpCost:
-        """The measured cost of ``op``.
+    def micro_batch_sizes(self, op: OpName, way: Way) -> list[int]:
+        """Sizes at which ``op`` was measured that way, ascending."""
+        return sorted(cost.micro_batch_size for cost in self.ops if cost.op == op and cost.way == way)
+
+    def cost(self, op: OpName, micro_batch_size: int, way: Way = PLAIN) -> OpCost:
+        """The cost of ``op``: measured, or on the line between its two nearest measured sizes, so marked.
 
         Raises:
-            ProfileError: that op was not measured at that size; the message says what was.
+            ProfileError: not measured that way, or at sizes all smaller or all larger; the message says what
+                to profile.
         """
-        measured = []
-        for cost in self.ops:
-            if cost.op == op and cost.tensor_model_parallel_size == tensor_model_parallel_size:
-                if cost.micro_batch_size == micro_batch_size:
-                    return cost
-                measured.append(cost.micro_batch_size)
+        measured = {c.micro_batch_size: c for c in self.ops if c.op == op and c.way == way}
+        if micro_batch_size in measured:
+            return measured[micro_batch_size]
+        for low, high in pairwise(sorted(measured)):
+            if low < micro_batch_size < high:
+                return _between(measured[low], measured[high], micro_batch_size)
         have = f"measured there: micro_batch_size {sorted(measured)}" if measured else "it was not measured"
+        sizes = ",".join(map(str, sorted({*measured, micro_batch_size})))
         raise ProfileError(
-            f"profile has no '{op}' at micro_batch_size {micro_batch_size} and tensor_model_parallel_size "
-            f"{tensor_model_parallel_size} ({have}); run `eeplan profile` on this run file"
+            f"profile has no '{op}' at micro_batch_size {micro_batch_size} and {way} ({have}); run `eeplan "
+            f"profile --micro-batch-sizes {sizes}` on this run file"
         )
 
     def require_shape_of(self, run: RunSpec) -> None:
@@ -212,6 +256,37 @@ class OpProfile(Model):
                     f"profile is of another model: it was measured with {field} {mine}, the run file has "
                     f"{theirs}; run `eeplan profile` on this run file"
                 )
+
+
+def timing_with(timing: Timing, seconds: Iterable[float]) -> Timing:
+    """``timing`` with other seconds: median, mean, tenth and ninetieth percentile."""
+    return timing.model_copy(update=dict(zip(SECONDS, seconds, strict=True)))
+
+
+SECONDS = ("median_s", "mean_s", "p10_s", "p90_s")
+BYTES = ("kept_bytes", "forward_transient_bytes", "backward_transient_bytes")
+
+
+def _between(one: OpCost, other: OpCost, size: int) -> OpCost:
+    """Times and bytes affine in the microbatch size, through two measured ones."""
+    weight = (size - one.micro_batch_size) / (other.micro_batch_size - one.micro_batch_size)
+
+    def line(low: float, high: float) -> float:
+        return low + weight * (high - low)
+
+    def times(low: Timing, high: Timing) -> Timing:
+        return timing_with(low, (line(getattr(low, name), getattr(high, name)) for name in SECONDS))
+
+    return one.model_copy(
+        update={
+            "micro_batch_size": size,
+            "forward": times(one.forward, other.forward),
+            "backward": times(one.backward, other.backward),
+            **{name: round(line(getattr(one, name), getattr(other, name))) for name in BYTES},
+            "extrapolated": one.extrapolated or other.extrapolated,
+            "interpolated": True,
+        }
+    )
 
 
 def load_profile(path: Path) -> tuple[OpProfile, str]:

@@ -22,6 +22,7 @@ from eeplan.sim.choice import wanted_kinds
 from eeplan.sim.costs import (
     CostModel,
     StageCosts,
+    Transport,
     cost_model,
     pipeline_costs,
     shared_matrix_sync_ns,
@@ -37,7 +38,7 @@ from eeplan.spec import EXIT_FORWARDS, ExitForward, ExitsSpec, RunSpec
 Integers = NDArray[np.int64]
 
 _Key = tuple[Hashable, ...]
-_EXITS_FROM = 5
+_EXITS_FROM = 6
 """Where the part of a key that says how exits look begins."""
 
 CHUNK = 32
@@ -91,6 +92,7 @@ class _Batch:
     optimizer_bytes: Integers
     """[n, P]"""
     message_ns: tuple[int, ...]
+    transport: Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +154,7 @@ class Predictor:
         key = (
             *(id(run.model), id(run.parallel)),
             *(training.micro_batch_size, training.seq_length, training.precision),
+            training.recompute_granularity,
             *(exits.head, exits.untie_exit_output_weights, exits.layers),
         )
         known = self._models.get(key)
@@ -311,6 +314,7 @@ def _arrays(
         transient_bytes=np.maximum(column("forward_transient_bytes"), column("backward_transient_bytes")),
         optimizer_bytes=column("optimizer_transient_bytes"),
         message_ns=message_ns(pipeline_costs(model, rows[0])),
+        transport=model.run.parallel.p2p_communication,
     )
 
 
@@ -378,7 +382,8 @@ def _least(
         rows = allowed[start : start + CHUNK]
         # Most configurations have few candidates, all allowed; picking those costs as much as judging them.
         pick = slice(None) if is_whole and len(rows) == len(batch.forward_ns) else rows
-        ends = ends_ns(batch.forward_ns[pick], batch.backward_ns[pick], num_microbatches, batch.message_ns)
+        times = batch.forward_ns[pick], batch.backward_ns[pick]
+        ends = ends_ns(*times, num_microbatches, batch.message_ns, batch.transport)
         pipeline = ends.max(axis=1)
         ready = ends + batch.data_sync_ns[pick]
         # Every stage but those holding the shared matrix is done when its own reduction is.

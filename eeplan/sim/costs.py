@@ -4,21 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from eeplan.plan import Plan
-from eeplan.profile import OpCost, OpName, OpProfile, Transfer
+from eeplan.profile import OpCost, OpName, OpProfile
+from eeplan.profile_variants import op_cost
 from eeplan.sim.layout import Layout
+from eeplan.sim.links import message_transfer, require_links, shared_transfer
 from eeplan.sim.parameters import Head, holds_shared_matrix, stage_parameters, vocabulary_parameters
+from eeplan.sim.reductions import (
+    GRADIENT_BYTES,
+    data_sync_ns,
+    ring_all_reduce_s,
+    state_bytes_per_parameter,
+    step_ns,
+    transient_bytes_per_parameter,
+)
+from eeplan.sim.units import EXIT_OPS as EXIT_OPS
+from eeplan.sim.units import to_ns as to_ns
 from eeplan.spec import ExitForward, HeadKind, RunSpec
 
-EXIT_OPS: dict[HeadKind, OpName] = {
-    "minimal": "exit_minimal",
-    "norm": "exit_norm",
-    "mlp": "exit_mlp",
-    "block": "exit_block",
-}
-GRADIENT_BYTES = 4
-"""Gradients are accumulated and reduced in fp32, whatever the parameters' precision."""
+Transport = Literal["asynchronous", "rendezvous"]
+"""``asynchronous``: sends and receives return at once (isend, irecv posted ahead), and the op that uses a
+message waits for it. ``rendezvous``: sender and receiver both wait until both have posted and the transfer is
+done, as Megatron's blocking p2p does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +38,8 @@ class PipelineCosts:
     """One microbatch's forward; includes eager exit forwards."""
     backward_ns: tuple[int, ...]
     """One microbatch's backward; includes deferred exit forwards."""
-    latency_ns: int = 0
-    """Fixed part of one message."""
-    bytes_per_s: float = float("inf")
-    """Bandwidth of a link between neighbours."""
+    message_ns: tuple[int, ...] = ()
+    """One message over each of the P-1 links, either way; empty: messages take no time."""
     output_bytes: tuple[int, ...] = ()
     """Message size from stage i to i+1 (and of its gradient back); last entry 0."""
     static_bytes: tuple[int, ...] = ()
@@ -55,6 +62,7 @@ class PipelineCosts:
     before_gradient_ns: tuple[int, ...] = ()
     """Start of a backward that awaits no gradient: deferred exit forwards, where the runtime lets them run
     while the gradient is on its way. Asynchronous messages only; empty: none."""
+    transport: Transport = "asynchronous"
 
     @property
     def num_stages(self) -> int:
@@ -82,14 +90,20 @@ class CostModel:
     profile: OpProfile
     ops: Mapping[str, OpNumbers]
     extrapolated_ops: tuple[str, ...]
-    """Ops in use that were not measured at this size."""
+    """Ops in use that were not measured as they are used."""
+    interpolated_ops: tuple[str, ...]
+    """Ops in use that were measured at smaller and larger microbatch sizes."""
 
     @property
     def hidden_bytes(self) -> int:
-        """Hidden states of one microbatch, s b h values: the message between stages."""
-        training = self.run.training
+        """Hidden states of one microbatch on one rank: the message between stages.
+
+        s b h values; a part of the sequence with sequence parallelism (facts 3; Korthikanti et al. 2022).
+        """
+        training, parallel = self.run.training, self.run.parallel
         tokens = training.seq_length * training.micro_batch_size
-        return tokens * self.run.model.hidden_size * training.element_bytes
+        whole = tokens * self.run.model.hidden_size * training.element_bytes
+        return whole // parallel.tensor_model_parallel_size if parallel.sequence_parallel else whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +122,10 @@ class StageCosts:
     parameters: int
     state_bytes: int
     optimizer_ns: int
+    """Step, and with the distributed optimizer the all-gather of parameters after it."""
     optimizer_transient_bytes: int
     data_sync_ns: int
-    """Gradient all-reduce over the data-parallel ranks of this stage."""
+    """From the last backward to gradients reduced over the data-parallel ranks of this stage."""
     holds_shared_matrix: bool
 
 
@@ -119,19 +134,20 @@ def cost_model(run: RunSpec, profile: OpProfile, layout: Layout, kinds: Iterable
 
     Raises:
         ProfileError: the profile is of another model, or lacks an op at the run's micro_batch_size and
-            tensor_model_parallel_size.
+            tensor_model_parallel_size, or lines between nodes that the run needs.
     """
     profile.require_shape_of(run)
+    require_links(profile, run)
     names: list[OpName] = ["embedding", "layer", "final_head"]
     names += [EXIT_OPS[kind] for kind in sorted(set(kinds))]
-    size, tp = run.training.micro_batch_size, run.parallel.tensor_model_parallel_size
-    measured = {name: profile.cost(name, size, tp) for name in names}
+    costs = {name: op_cost(profile, run, name) for name in names}
     return CostModel(
         run=run,
         layout=layout,
         profile=profile,
-        ops={name: _numbers(cost) for name, cost in measured.items()},
-        extrapolated_ops=tuple(name for name, cost in measured.items() if cost.extrapolated),
+        ops={name: _numbers(cost) for name, cost in costs.items()},
+        extrapolated_ops=tuple(name for name, cost in costs.items() if cost.extrapolated),
+        interpolated_ops=tuple(name for name, cost in costs.items() if cost.interpolated),
     )
 
 
@@ -156,8 +172,8 @@ def stage_costs(
     # The final head closes the forward, so eager exits run before it.
     forward_ops = [*trunk[:-1], *eager, trunk[-1]] if is_last else [*trunk, *eager]
     layout = model.layout
-    parameters = stage_parameters(model.run, layout.num_stages, stage, layout.layers_per_stage[stage], heads)
-    optimizer, data_ranks = model.profile.optimizer, model.run.parallel.data_parallel_size
+    layers = layout.layers_per_stage[stage]
+    parameters = stage_parameters(model.run, layout.num_stages, stage, layers, heads)
     kept_bytes, forward_transient = _forward_bytes(forward_ops, _input_bytes(model, stage))
     return StageCosts(
         heads=heads,
@@ -169,12 +185,10 @@ def stage_costs(
         forward_transient_bytes=forward_transient,
         backward_transient_bytes=_backward_transient_bytes(model, stage, eager, deferred),
         parameters=parameters,
-        state_bytes=round(parameters * optimizer.state_bytes_per_parameter),
-        optimizer_ns=to_ns(optimizer.fixed_s + parameters * optimizer.per_parameter_s),
-        optimizer_transient_bytes=round(parameters * optimizer.transient_bytes_per_parameter),
-        data_sync_ns=to_ns(
-            ring_all_reduce_s(model.profile.all_reduce, GRADIENT_BYTES * parameters, data_ranks)
-        ),
+        state_bytes=round(parameters * state_bytes_per_parameter(model)),
+        optimizer_ns=step_ns(model, stage, parameters),
+        optimizer_transient_bytes=round(parameters * transient_bytes_per_parameter(model)),
+        data_sync_ns=data_sync_ns(model, stage, layers, heads, exit_forward),
         holds_shared_matrix=holds_shared_matrix(model.run, layout.num_stages, stage, heads),
     )
 
@@ -184,14 +198,22 @@ def pipeline_costs(model: CostModel, stages: Sequence[StageCosts]) -> PipelineCo
     return PipelineCosts(
         forward_ns=tuple(stage.forward_ns for stage in stages),
         backward_ns=tuple(stage.backward_ns for stage in stages),
-        latency_ns=to_ns(model.profile.p2p.latency_s),
-        bytes_per_s=model.profile.p2p.bandwidth_bytes_per_s,
+        message_ns=link_messages_ns(model, len(stages)),
         output_bytes=tuple(stage.output_bytes for stage in stages),
         static_bytes=tuple(stage.state_bytes for stage in stages),
         kept_bytes=tuple(stage.kept_bytes for stage in stages),
         forward_transient_bytes=tuple(stage.forward_transient_bytes for stage in stages),
         backward_transient_bytes=tuple(stage.backward_transient_bytes for stage in stages),
+        transport=model.run.parallel.p2p_communication,
     )
+
+
+def link_messages_ns(model: CostModel, num_stages: int) -> tuple[int, ...]:
+    """One message of hidden states, or of their gradient, over each link between stages."""
+    lines = (message_transfer(model.profile, model.run.parallel, stage) for stage in range(num_stages - 1))
+    # Latency and transfer are rounded one by one, as the two parts of a message.
+    size_bytes = model.hidden_bytes
+    return tuple(to_ns(line.latency_s) + to_ns(size_bytes / line.bandwidth_bytes_per_s) for line in lines)
 
 
 def pipeline_costs_of(plan: Plan) -> PipelineCosts:
@@ -200,8 +222,7 @@ def pipeline_costs_of(plan: Plan) -> PipelineCosts:
     return PipelineCosts(
         forward_ns=tuple(to_ns(stage.forward_s) for stage in plan.stages),
         backward_ns=tuple(to_ns(stage.backward_s) for stage in plan.stages),
-        latency_ns=to_ns(plan.p2p_latency_s),
-        bytes_per_s=plan.p2p_bandwidth_bytes_per_s,
+        message_ns=tuple(to_ns(stage.message_s) for stage in plan.stages[:-1]),
         output_bytes=tuple(stage.output_bytes for stage in plan.stages),
         static_bytes=tuple(stage.memory.state_bytes for stage in plan.stages),
         kept_bytes=tuple(stage.kept_bytes for stage in plan.stages),
@@ -211,6 +232,7 @@ def pipeline_costs_of(plan: Plan) -> PipelineCosts:
         turn_backward_ns=tuple(map(to_ns, fill.turn_backward_s)) if fill else (),
         turn_kept_bytes=fill.turn_kept_bytes if fill else (),
         bare_forward_ns=tuple(map(to_ns, fill.bare_forward_s)) if fill else (),
+        transport=plan.run.parallel.p2p_communication,
     )
 
 
@@ -222,7 +244,8 @@ def shared_matrix_sync_ns(model: CostModel, stages: Sequence[StageCosts]) -> int
 def shared_matrix_ns(model: CostModel, holders: int) -> int:
     """The same from the number of stages that hold a copy."""
     size_bytes = GRADIENT_BYTES * vocabulary_parameters(model.run)
-    return to_ns(ring_all_reduce_s(model.profile.all_reduce, size_bytes, holders))
+    line = shared_transfer(model.profile, model.run.parallel)
+    return to_ns(ring_all_reduce_s(line, size_bytes, holders))
 
 
 def grad_sync_ns(ends_ns: Sequence[int], stages: Sequence[StageCosts], shared_sync_ns: int) -> int:
@@ -239,22 +262,6 @@ def grad_sync_ns(ends_ns: Sequence[int], stages: Sequence[StageCosts], shared_sy
     holders = [time for time, stage in zip(ready, stages, strict=True) if stage.holds_shared_matrix]
     shared_done = max(holders) + shared_sync_ns
     return max(*ready, shared_done) - max(ends_ns)
-
-
-def ring_all_reduce_s(pair: Transfer, size_bytes: int, ranks: int) -> float:
-    """Seconds of an all-reduce over ``ranks`` from the line measured with two.
-
-    A ring takes 2 (n-1) steps of size/n each; with two ranks that is the whole size in two steps.
-    """
-    if ranks < 2:
-        return 0.0
-    moved_bytes = size_bytes * 2 * (ranks - 1) / ranks
-    return pair.latency_s * (ranks - 1) + moved_bytes / pair.bandwidth_bytes_per_s
-
-
-def to_ns(seconds: float) -> int:
-    """Nearest integer nanoseconds."""
-    return round(seconds * 1e9)
 
 
 def _numbers(cost: OpCost) -> OpNumbers:

@@ -2,7 +2,7 @@
 
 Exact integer nanoseconds and one total order of events (time, then stage), so equal inputs give equal
 timelines. A stage runs its compute ops strictly in schedule order; a link between neighbours carries one
-message at a time in each direction, for latency + bytes / bandwidth. Not covered: compute slowed down by
+message at a time in each direction, for the link's message time. Not covered: compute slowed down by
 communication, collectives, and anything outside the pipeline part of an iteration.
 """
 
@@ -13,18 +13,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Literal
 
 from eeplan.errors import ScheduleError
 from eeplan.sim.costs import PipelineCosts
+from eeplan.sim.costs import Transport as Transport
 from eeplan.sim.schedule import Instruction, Kind, Op, Schedule
 from eeplan.sim.validators import describe_pending
 from eeplan.timeline import Direction, MemorySample, Message, Span, Timeline
-
-Transport = Literal["asynchronous", "rendezvous"]
-"""``asynchronous``: sends and receives return at once (isend, irecv posted ahead), and the op that uses a
-message waits for it. ``rendezvous``: sender and receiver both wait until both have posted and the transfer is
-done, as Megatron's blocking p2p does."""
 
 _Durations = tuple[Sequence[int], Sequence[int]]
 """Nanoseconds of each microbatch's forward and backward on one stage."""
@@ -35,8 +30,11 @@ _SEND_FORWARD, _RECV_FORWARD = Op.SEND_FORWARD, Op.RECV_FORWARD
 _SEND_BACKWARD, _RECV_BACKWARD = Op.SEND_BACKWARD, Op.RECV_BACKWARD
 
 
-def simulate(schedule: Schedule, costs: PipelineCosts, transport: Transport = "asynchronous") -> Timeline:
+def simulate(schedule: Schedule, costs: PipelineCosts, transport: Transport | None = None) -> Timeline:
     """Run a schedule.
+
+    Args:
+        transport: instead of that of ``costs``.
 
     Returns:
         Timeline in integer ns from 0: spans and memory samples per stage in time order, messages in the order
@@ -51,6 +49,7 @@ def simulate(schedule: Schedule, costs: PipelineCosts, transport: Transport = "a
             f"costs of {costs.num_stages} forward and {len(costs.backward_ns)} backward stages do not fit a "
             f"schedule of {schedule.num_stages}"
         )
+    transport = transport or costs.transport
     if transport == "rendezvous" and any(costs.before_gradient_ns):
         raise ValueError(
             "before_gradient_ns needs asynchronous messages; a blocking receive would be waited for"
@@ -65,9 +64,26 @@ def simulate(schedule: Schedule, costs: PipelineCosts, transport: Transport = "a
 
 
 def message_ns(costs: PipelineCosts) -> tuple[int, ...]:
-    """Time of one message over each of the P-1 links: latency + bytes / bandwidth, to the nearest ns."""
-    sizes = per_stage(costs.output_bytes, costs.num_stages)[:-1]
-    return tuple(costs.latency_ns + round(size / costs.bytes_per_s * 1e9) for size in sizes)
+    """Time of one message over each of the P-1 links, zeros where messages take none.
+
+    Raises:
+        ValueError: given for another number of links.
+    """
+    num_links = costs.num_stages - 1
+    if costs.message_ns and len(costs.message_ns) != num_links:
+        raise ValueError(f"{len(costs.message_ns)} message times were given for {num_links} links")
+    return costs.message_ns or (0,) * num_links
+
+
+def stage_ends_ns(schedule: Schedule, costs: PipelineCosts) -> tuple[int, ...]:
+    """When each stage is done, its last message included if that is a rendezvous; see :func:`simulate`."""
+    timeline = simulate(schedule, costs)
+    ends = [spans[-1].end_ns if spans else 0 for spans in timeline.spans]
+    if costs.transport == "rendezvous":
+        for message in timeline.messages:
+            for stage in (message.source, message.target):
+                ends[stage] = max(ends[stage], message.receive_ns)
+    return tuple(ends)
 
 
 def per_stage(values: Sequence[int], num_stages: int) -> Sequence[int]:

@@ -17,16 +17,20 @@ from numpy.typing import NDArray
 from eeplan.sim.bounds import in_flight_microbatches
 from eeplan.sim.costs import (
     EXIT_OPS,
-    GRADIENT_BYTES,
     CostModel,
     OpNumbers,
-    PipelineCosts,
-    ring_all_reduce_s,
+    Transport,
+    link_messages_ns,
     shared_matrix_ns,
     to_ns,
 )
-from eeplan.sim.engine import Transport, message_ns
 from eeplan.sim.parameters import Head, holds_shared_matrix, layer_parameters, stage_parameters
+from eeplan.sim.reductions import (
+    data_sync_table_ns,
+    state_bytes_per_parameter,
+    step_ns,
+    transient_bytes_per_parameter,
+)
 from eeplan.spec import ExitForward
 
 Integers = NDArray[np.int64]
@@ -163,20 +167,6 @@ def _family(
     )
 
 
-def link_messages_ns(model: CostModel, num_stages: int) -> tuple[int, ...]:
-    """Time of one message over each of the links between stages."""
-    nothing = (0,) * num_stages
-    return message_ns(
-        PipelineCosts(
-            forward_ns=nothing,
-            backward_ns=nothing,
-            latency_ns=to_ns(model.profile.p2p.latency_s),
-            bytes_per_s=model.profile.p2p.bandwidth_bytes_per_s,
-            output_bytes=(model.hidden_bytes,) * (num_stages - 1) + (0,),
-        )
-    )
-
-
 def _sums(values: Sequence[int]) -> Integers:
     return np.concatenate([[0], np.cumsum(values, dtype=np.int64)]).astype(np.int64)
 
@@ -207,22 +197,20 @@ def _columns(
     heads: tuple[Head, ...],
     mode: ExitForward,
 ) -> _Columns:
-    profile, optimizer = model.profile, model.profile.optimizer
+    profile = model.profile
     without_layers = stage_parameters(model.run, num_stages, stage, 0, heads)
     parameters = without_layers + layers * layer_parameters(model.run)
-    state = np.rint(parameters * optimizer.state_bytes_per_parameter)
-    step_peak = state + np.rint(parameters * optimizer.transient_bytes_per_parameter)
+    state = np.rint(parameters * state_bytes_per_parameter(model))
+    step_peak = state + np.rint(parameters * transient_bytes_per_parameter(model))
     kept, transient = _activations(model, num_stages, stage, layers, heads, mode)
     in_flight = in_flight_microbatches(num_stages, model.run.num_microbatches, stage)
     peak = np.maximum(state + in_flight * kept + transient, step_peak) + profile.process_base_bytes
-    ranks = model.run.parallel.data_parallel_size
-    sync_s = [
-        ring_all_reduce_s(profile.all_reduce, GRADIENT_BYTES * count, ranks) for count in parameters.tolist()
-    ]
+    sync_ns = data_sync_table_ns(model, stage, layers.tolist(), heads, mode)
+    steps_ns = [step_ns(model, stage, count) for count in parameters.tolist()]
     return _Columns(
         peak_bytes=peak.astype(np.int64),
-        sync_ns=np.array([to_ns(seconds) for seconds in sync_s], np.int64),
-        step_ns=np.rint((optimizer.fixed_s + parameters * optimizer.per_parameter_s) * 1e9).astype(np.int64),
+        sync_ns=np.array(sync_ns, np.int64),
+        step_ns=np.array(steps_ns, np.int64),
     )
 
 

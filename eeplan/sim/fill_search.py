@@ -9,7 +9,7 @@ How far the backward of each truncated microbatch reaches is part of the answer:
 first one first. Taking ops out of a schedule never delays the others, so with equally many full microbatches
 the counts that fit form a staircase, and the reach of one microbatch can be found by bisection.
 
-Covered: asynchronous messages. Not: other shapes of region A than that of the paper.
+Not covered: other shapes of region A than that of the paper.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import numpy as np
 
 from eeplan.sim.bounds import filled_peak_bytes
 from eeplan.sim.costs import PipelineCosts
-from eeplan.sim.engine import message_ns, per_stage
-from eeplan.sim.fill import Fill, warm_up_depths
+from eeplan.sim.engine import message_ns, per_stage, stage_ends_ns
+from eeplan.sim.fill import Fill, filled, warm_up_depths
 from eeplan.spec import FillMode
 
 
@@ -152,7 +152,9 @@ def fixed_fill(problem: FillProblem, warm_up: int, cool_down: int) -> FillCell:
 
 
 def filled_ends_ns(costs: PipelineCosts, fill: Fill) -> tuple[int, ...]:
-    """When each stage ends its last op; equal to the engine's with asynchronous messages (tested)."""
+    """When each stage is done; the engine's answer, compiled for asynchronous messages (tested)."""
+    if costs.transport == "rendezvous":
+        return stage_ends_ns(filled(costs.num_stages, fill), costs)
     from eeplan.sim import fill_kernels
 
     table = np.array(

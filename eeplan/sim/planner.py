@@ -14,7 +14,7 @@ from eeplan.sim.choice import Choice, PlacedExit, choose, split_is_free, wanted_
 from eeplan.sim.costs import CostModel, cost_model, shared_matrix_sync_ns
 from eeplan.sim.decode_choice import choose_for_decoding
 from eeplan.sim.decode_plan import plan_decode
-from eeplan.sim.engine import simulate
+from eeplan.sim.engine import message_ns, simulate
 from eeplan.sim.estimator import corrections
 from eeplan.sim.fill import Fill, filled
 from eeplan.sim.fill_choice import FillChoice, backbone_ns, choose_fill
@@ -73,8 +73,6 @@ def make_plan(
         fill=filled_choice.plan,
         schedule="1f1b",
         num_microbatches=run.num_microbatches,
-        p2p_latency_s=profile.p2p.latency_s,
-        p2p_bandwidth_bytes_per_s=profile.p2p.bandwidth_bytes_per_s,
         stages=_stage_plans(model, filled_choice, exits),
         prediction=_prediction(model, filled_choice, choice.baseline),
         decode=decode,
@@ -86,6 +84,7 @@ def make_plan(
         ),
         certificate=choice.certificate,
         extrapolated_ops=model.extrapolated_ops,
+        interpolated_ops=model.interpolated_ops,
     )
 
 
@@ -136,6 +135,7 @@ def _planned_exits(
 def _stage_plans(model: CostModel, chosen: FillChoice, exits: Sequence[PlannedExit]) -> tuple[StagePlan, ...]:
     candidate, filled_costs = chosen.candidate, (chosen.costs, chosen.fill)
     shared_ns = shared_matrix_sync_ns(model, candidate.stages)
+    messages = (*message_ns(chosen.costs), 0)
     return tuple(
         StagePlan(
             first_layer=model.layout.first_layer(index),
@@ -145,6 +145,7 @@ def _stage_plans(model: CostModel, chosen: FillChoice, exits: Sequence[PlannedEx
             backward_s=stage.backward_ns / 1e9,
             exit_s=stage.exit_ns / 1e9,
             output_bytes=stage.output_bytes,
+            message_s=messages[index] / 1e9,
             kept_bytes=stage.kept_bytes,
             forward_transient_bytes=stage.forward_transient_bytes,
             backward_transient_bytes=stage.backward_transient_bytes,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Discriminator, PositiveInt, Tag
+from pydantic import BeforeValidator, Discriminator, PositiveInt, Tag, model_validator
 
 from eeplan.schema import Model
 
@@ -48,6 +48,21 @@ class ParallelSpec(Model):
     gpus_per_node: PositiveInt | None = None
     """Processes that share a node's links; None: all links are alike. Ranks are numbered as in Megatron:
     tensor-parallel innermost, then data-parallel, then pipeline."""
+
+    @model_validator(mode="after")
+    def _node_holds_tensor_parallel_ranks(self) -> Self:
+        tp, per_node = self.tensor_model_parallel_size, self.gpus_per_node
+        if per_node is not None and per_node % tp:
+            raise ValueError(
+                f"gpus_per_node {per_node} is not divisible by tensor_model_parallel_size {tp}; its ranks must "
+                "share a node"
+            )
+        return self
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that the run needs; 1 where nodes are not told apart."""
+        return 1 if self.gpus_per_node is None else -(-self.world_size // self.gpus_per_node)
 
     @property
     def world_size(self) -> int:

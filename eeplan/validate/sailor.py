@@ -29,7 +29,6 @@ from eeplan.sim.costs import (
     cost_model,
     grad_sync_ns,
     pipeline_costs,
-    ring_all_reduce_s,
     stage_costs,
     to_ns,
 )
@@ -37,6 +36,7 @@ from eeplan.sim.engine import message_ns
 from eeplan.sim.fast import ends_ns
 from eeplan.sim.layout import layout_of
 from eeplan.sim.memory import iteration_peak_bytes
+from eeplan.sim.reductions import ring_all_reduce_s
 from eeplan.spec import RunSpec
 from eeplan.validate.errors import relative_error, summarize
 

@@ -90,8 +90,7 @@ def verdict(
     costs = PipelineCosts(
         forward_ns=tuple(stage.forward_ns() for stage in naive),
         backward_ns=tuple(stage.backward_ns() for stage in naive),
-        latency_ns=round(profile.p2p.latency_s * 1e9),
-        bytes_per_s=profile.p2p.bandwidth_bytes_per_s,
+        message_ns=(_message_ns(profile, naive[0].hidden_bytes),) * (stages - 1),
         output_bytes=(naive[0].hidden_bytes,) * (stages - 1) + (0,),
     )
     timeline = simulate(one_f_one_b(stages, run.num_microbatches), costs)
@@ -278,6 +277,10 @@ class NaiveStage:
 
 def _ns(seconds: float) -> int:
     return round(seconds * 1e9)
+
+
+def _message_ns(profile: OpProfile, size_bytes: int) -> int:
+    return _ns(profile.p2p.latency_s) + _ns(size_bytes / profile.p2p.bandwidth_bytes_per_s)
 
 
 def _all_reduce_ns(profile: OpProfile, size_bytes: int, ranks: int) -> int:

@@ -133,8 +133,6 @@ def fake_plan(
         exit_forward="deferred",
         schedule="1f1b",
         num_microbatches=microbatches,
-        p2p_latency_s=0.0,
-        p2p_bandwidth_bytes_per_s=1e15,
         stages=built,
         prediction=Prediction(
             iteration_time_s=pipeline_s + rest_s,
@@ -179,6 +177,7 @@ def _stage(
         backward_s=BACKWARD_S + EXIT_S * count,
         exit_s=EXIT_S * count,
         output_bytes=0 if stage == stages - 1 else 65536,
+        message_s=0.0,
         kept_bytes=per_microbatch,
         forward_transient_bytes=MIB,
         backward_transient_bytes=transient,

@@ -29,7 +29,7 @@ def split_makespan_ns(costs: PipelineCosts, num_microbatches: int) -> int:
                 if 0 <= source <= last:
                     if (op, source, microbatch) not in ends:
                         break
-                    arrived = ends[op, source, microbatch] + costs.latency_ns
+                    arrived = ends[op, source, microbatch]
                 if op is Op.FORWARD:
                     clocks[stage] = max(clocks[stage], arrived) + costs.forward_ns[stage]
                 else:
@@ -49,8 +49,7 @@ def costs_with_early_parts(draw: st.DrawFn) -> tuple[PipelineCosts, int]:
     costs = PipelineCosts(
         forward_ns=tuple(forward),
         backward_ns=tuple(a + b for a, b in zip(early, rest, strict=True)),
-        # Long messages could queue on a link, which the oracle does not know.
-        latency_ns=0,
+        # Messages take no time: long ones could queue on a link, which the oracle does not know.
         before_gradient_ns=tuple(early),
     )
     return costs, draw(st.integers(1, 9))

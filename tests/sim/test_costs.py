@@ -20,7 +20,6 @@ from eeplan.sim.costs import (
     grad_sync_ns,
     pipeline_costs,
     pipeline_costs_of,
-    ring_all_reduce_s,
     shared_matrix_sync_ns,
     stage_costs,
     to_ns,
@@ -28,6 +27,7 @@ from eeplan.sim.costs import (
 from eeplan.sim.layout import layout_of, uniform_layout
 from eeplan.sim.memory import iteration_peak_bytes
 from eeplan.sim.parameters import Head
+from eeplan.sim.reductions import ring_all_reduce_s
 from eeplan.spec import HEAD_KINDS, RunSpec
 
 

@@ -33,8 +33,7 @@ def pipelines(draw: st.DrawFn) -> tuple[PipelineCosts, int]:
     costs = PipelineCosts(
         forward_ns=column(time),
         backward_ns=column(time),
-        latency_ns=draw(st.integers(0, 12)),
-        bytes_per_s=draw(st.sampled_from([float("inf"), 1e9, 4e9])),
+        message_ns=tuple(draw(st.integers(0, 12)) for _ in range(num_stages - 1)),
         output_bytes=column(size),
         static_bytes=column(size),
         kept_bytes=column(size),
@@ -133,26 +132,29 @@ def test_memory_of_one_stage_written_out() -> None:
 )
 def test_rendezvous_golden_makespans(num_stages: int, num_microbatches: int, expected_ns: int) -> None:
     """f=1, b=2, c=0.01 ms; from SimuMax's blocking example phases (facts 8)."""
-    costs = PipelineCosts((1_000_000,) * num_stages, (2_000_000,) * num_stages, latency_ns=10_000)
+    costs = PipelineCosts((1_000_000,) * num_stages, (2_000_000,) * num_stages, (10_000,) * (num_stages - 1))
     schedule = one_f_one_b(num_stages, num_microbatches)
     assert simulate(schedule, costs, "rendezvous").pipeline_ns == expected_ns
 
 
 def test_messages_in_one_direction_queue_on_their_link() -> None:
     # Forwards of 1 ns, messages of 10: the second message leaves when the first has arrived.
-    costs = PipelineCosts((1, 1), (1, 1), latency_ns=10)
+    costs = PipelineCosts((1, 1), (1, 1), message_ns=(10,))
     forward = [m for m in simulate(one_f_one_b(2, 2), costs).messages if m.direction == "forward"]
     assert [(m.send_ns, m.receive_ns) for m in forward] == [(1, 11), (11, 21)]
 
 
-def test_bandwidth_counts() -> None:
-    costs = PipelineCosts((1, 1, 1), (1, 1, 1), latency_ns=5, bytes_per_s=2e9, output_bytes=(100, 33, 0))
-    assert message_ns(costs) == (5 + 50, 5 + 16)
+def test_every_link_has_its_own_message_time() -> None:
+    costs = PipelineCosts((1, 1, 1), (1, 1, 1), message_ns=(50, 2))
+    hidden = [m for m in simulate(one_f_one_b(3, 1), costs).messages if m.direction == "forward"]
+    assert [m.receive_ns - m.send_ns for m in hidden] == [50, 2]
+    with pytest.raises(ValueError, match="1 message times were given for 2 links"):
+        simulate(one_f_one_b(3, 1), replace(costs, message_ns=(5,)))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_equal_inputs_give_equal_timelines(transport: Transport) -> None:
-    costs = PipelineCosts((3, 3, 3), (3, 3, 3), latency_ns=3)
+    costs = PipelineCosts((3, 3, 3), (3, 3, 3), message_ns=(3, 3))
     schedule = one_f_one_b(3, 5)
     assert simulate(schedule, costs, transport) == simulate(schedule, costs, transport)
 

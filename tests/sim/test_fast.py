@@ -8,12 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.longest_path import blocking_one_f_one_b_ns, one_f_one_b_ns
 
-from eeplan.errors import ScheduleError
 from eeplan.sim.bounds import closed_form_ns
 from eeplan.sim.costs import PipelineCosts
 from eeplan.sim.engine import Transport, simulate
-from eeplan.sim.fast import Nanoseconds, closed_form_makespans_ns, ends_ns, makespans_ns, stage_ends_ns
-from eeplan.sim.schedule import Instruction, Op, Schedule, compute_order, one_f_one_b
+from eeplan.sim.fast import Nanoseconds, closed_form_makespans_ns, ends_ns, makespans_ns
+from eeplan.sim.schedule import one_f_one_b
 
 TRANSPORTS: tuple[Transport, ...] = ("asynchronous", "rendezvous")
 DURATIONS = st.one_of(st.integers(0, 5), st.integers(0, 10_000))
@@ -35,7 +34,7 @@ def engine(
     forward: Nanoseconds, backward: Nanoseconds, microbatches: int, latency: int, transport: Transport
 ) -> list[int]:
     """When each stage's last op ends, by the engine."""
-    costs = PipelineCosts(tuple(forward.tolist()), tuple(backward.tolist()), latency)
+    costs = PipelineCosts(tuple(forward.tolist()), tuple(backward.tolist()), (latency,) * (len(forward) - 1))
     timeline = simulate(one_f_one_b(len(forward), microbatches), costs, transport)
     return [row[-1].end_ns for row in timeline.spans]
 
@@ -61,8 +60,6 @@ def test_makespan_is_the_engine(
     assert found.tolist() == [max(ends) for ends in expected]
     if transport == "asynchronous":
         assert ends_ns(forward, backward, num_microbatches, messages).tolist() == expected
-        order = compute_order(num_stages, num_microbatches)
-        assert stage_ends_ns(order, forward, backward, messages).tolist() == expected
 
 
 @settings(max_examples=80, deadline=None)
@@ -150,40 +147,3 @@ def test_wrong_shapes_are_refused() -> None:
         makespans_ns(times, times, 0, [1, 1, 1])
     with pytest.raises(ValueError, match="got 3 for 4; use makespans_ns"):
         closed_form_makespans_ns(times, times, 3)
-
-
-@settings(max_examples=80, deadline=None)
-@given(st.integers(1, 6), st.integers(1, 14), st.data())
-def test_every_stage_ends_when_the_engine_says(
-    num_stages: int, num_microbatches: int, data: st.DataObject
-) -> None:
-    def draw(length: int) -> tuple[int, ...]:
-        return tuple(data.draw(st.lists(DURATIONS, min_size=length, max_size=length)))
-
-    rows = [(draw(num_stages), draw(num_stages)) for _ in range(2)]
-    messages = draw(num_stages - 1)
-    ends = stage_ends_ns(
-        compute_order(num_stages, num_microbatches),
-        np.array([forward for forward, _ in rows]),
-        np.array([backward for _, backward in rows]),
-        messages,
-    )
-    for (forward, backward), row in zip(rows, ends.tolist(), strict=True):
-        # One byte a nanosecond, so that message sizes are the message times.
-        costs = PipelineCosts(forward, backward, bytes_per_s=1e9, output_bytes=(*messages, 0))
-        timeline = simulate(one_f_one_b(num_stages, num_microbatches), costs)
-        assert row == [spans[-1].end_ns for spans in timeline.spans]
-
-
-def test_a_schedule_that_cannot_run_is_named() -> None:
-    first, last = compute_order(2, 1).stages
-    stuck = Schedule(1, (tuple(reversed(first)), last))
-    with pytest.raises(ScheduleError, match="wait for each other"):
-        stage_ends_ns(stuck, np.ones((1, 2), np.int64), np.ones((1, 2), np.int64), (0,))
-
-
-def test_another_order_than_1f1b_can_be_run() -> None:
-    # All forwards first is no 1F1B, but it sends right after each op.
-    order = tuple(Instruction(op, m) for op in (Op.FORWARD, Op.BACKWARD) for m in range(3))
-    times = np.ones((1, 2), np.int64)
-    assert stage_ends_ns(Schedule(3, (order, order)), times, times, [0]).tolist() == [[8, 7]]

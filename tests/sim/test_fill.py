@@ -147,8 +147,7 @@ def filled_pipelines(draw: st.DrawFn) -> tuple[NaiveFill, PipelineCosts]:
     costs = PipelineCosts(
         forward_ns=column(time),
         backward_ns=column(time),
-        latency_ns=draw(st.integers(0, 12)),
-        bytes_per_s=draw(st.sampled_from([float("inf"), 4e9])),
+        message_ns=tuple(draw(st.integers(0, 12)) for _ in range(num_stages - 1)),
         output_bytes=column(size),
         static_bytes=column(size),
         kept_bytes=column(size),

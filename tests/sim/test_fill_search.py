@@ -48,7 +48,7 @@ def problems(draw: st.DrawFn) -> FillProblem:
         costs=PipelineCosts(
             forward_ns=forward,
             backward_ns=backward,
-            latency_ns=draw(st.integers(0, 3)),
+            message_ns=tuple(draw(st.integers(0, 3)) for _ in range(num_stages - 1)),
             kept_bytes=column(st.integers(1, 9)),
             before_gradient_ns=tuple(draw(st.integers(0, b)) for b in backward),
             turn_forward_ns=column(time),

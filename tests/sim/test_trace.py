@@ -28,8 +28,7 @@ def timeline() -> Timeline:
     costs = PipelineCosts(
         (1001, 2000, 1500),
         (2001, 3000, 2500),
-        latency_ns=333,
-        bytes_per_s=1e9,
+        message_ns=(397, 397),
         output_bytes=(64, 64, 0),
         static_bytes=(100, 90, 80),
         kept_bytes=(7, 6, 5),
