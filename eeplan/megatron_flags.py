@@ -220,7 +220,11 @@ def _megatron_flags(run: RunSpec) -> tuple[str, ...]:
     document = run.model_dump(mode="json")
     words: list[str] = []
     for flag, path, _ in FIELDS:
-        words += (flag, _text(get_field(document, path)))
+        words += (
+            (flag, *_data_words(run))
+            if path == "data.data_path"
+            else (flag, _text(get_field(document, path)))
+        )
     words += LLAMA_FLAGS
     words += ("--max-position-embeddings", str(run.training.seq_length))
     # This tokenizer counts an end-of-document token on top of what it is told.
@@ -232,6 +236,13 @@ def _megatron_flags(run: RunSpec) -> tuple[str, ...]:
     if run.training.precision == "bf16":
         words.append("--bf16")
     return tuple(words)
+
+
+def _data_words(run: RunSpec) -> tuple[str, ...]:
+    """One prefix, or weights and prefixes in turn."""
+    if isinstance(run.data.data_path, str):
+        return (run.data.data_path,)
+    return tuple(word for one in run.data.data_path for word in (_text(one.weight), one.path))
 
 
 def _exit_flags(run: RunSpec, layout: Layout) -> tuple[list[str], list[str]]:

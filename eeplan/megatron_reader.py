@@ -87,23 +87,34 @@ def _read_fields(reader: FlagReader, document: dict[str, Any]) -> None:
 
 def _read_data(reader: FlagReader, document: dict[str, Any]) -> None:
     paths = reader.take("--data-path") or reader.take("--train-data-path") or ()
-    # Weights and prefixes alternate when there are several.
-    prefixes = paths[1::2] if len(paths) > 1 else paths
-    if len(prefixes) > 1:
-        reader.unread.append(Unread("--data-path", paths, "a blend; eeplan trains on one data set"))
-    tokenizer = reader.one("--tokenizer-model") or reader.one("--vocab-file")
-    if not prefixes:
+    data_path = _data_path(paths)
+    if paths and data_path is None:
+        reader.unread.append(
+            Unread("--data-path", paths, "expected one prefix, or weights and prefixes in turn")
+        )
+    if not paths:
         reader.assumed.append("data.data_path data/text: the script names no data")
+    tokenizer = reader.one("--tokenizer-model") or reader.one("--vocab-file")
     if tokenizer is None:
         reader.assumed.append("data.tokenizer data/text.tokenizer.json: the script names no tokenizer file")
     split = reader.take("--split")
     document["data"] = {
-        "data_path": prefixes[0] if prefixes else "data/text",
+        "data_path": data_path or "data/text",
         "tokenizer": tokenizer or "data/text.tokenizer.json",
         "split": ",".join(part.strip() for part in " ".join(split).split(","))
         if split
         else DEFAULTS["--split"],
     }
+
+
+def _data_path(words: Sequence[str]) -> str | list[dict[str, Any]] | None:
+    """A prefix, or weights and prefixes in turn; None where there is neither."""
+    if len(words) < 2:
+        return words[0] if words else None
+    weights = [float(word) for word in words[::2] if word.replace(".", "", 1).isdigit()]
+    if len(words) % 2 or len(weights) != len(words) // 2:
+        return None
+    return [{"path": path, "weight": weight} for weight, path in zip(weights, words[1::2], strict=True)]
 
 
 def _read_model(reader: FlagReader, document: dict[str, Any], vocab_size: int | None) -> None:

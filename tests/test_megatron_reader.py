@@ -95,8 +95,8 @@ def test_an_early_exit_script_with_variables() -> None:
         (13, "before", 0.5, "minimal", True),
     ]
     assert [e.depth for e in run.exits.layers] == [6, 12]
+    assert [(one.path[-3:], one.weight) for one in run.data.datasets] == [("one", 0.4), ("two", 0.6)]
     assert set(told(script)) == {
-        "--data-path 0.4 ${DATA_HOME}/one 0.6 ${DATA_HOME}/two",
         "--attention-dropout 0.1",
         "--hidden-dropout 0.1",
     }

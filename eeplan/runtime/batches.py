@@ -1,8 +1,9 @@
 """Training data to microbatches: megatron-core's ``GPTDataset``, sharded and resumable by sample number.
 
-The order of samples is a function of the data, the seed, the sequence length, the split and the number of
-samples the run asks for; nothing else. Index files are kept in ``cache/`` beside the data. They appear there
-complete or not at all (built aside, renamed as a folder), so processes and runs may build at once.
+The order of samples is a function of the data, their weights, the seed, the sequence length, the split and
+the number of samples the run asks for; nothing else. Index files are kept in ``cache/`` beside the (first)
+data. They appear there complete or not at all (built aside, renamed as a folder), so processes and runs may
+build at once.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
@@ -33,6 +34,8 @@ from eeplan.spec import RunSpec
 if TYPE_CHECKING:
     import torch
     from megatron.core.datasets.gpt_dataset import GPTDataset
+
+    from eeplan.runtime.blend import Blend
 
 __all__ = ["BatchStream", "DataRank", "Microbatch", "RankInfo", "build_batches"]
 
@@ -76,9 +79,9 @@ class BatchStream(Iterator[Microbatch]):
     """
 
     def __init__(
-        self, dataset: GPTDataset, run: RunSpec, rank_info: DataRank, num_samples: int, start_sample: int
+        self, blend: Blend, run: RunSpec, rank_info: DataRank, num_samples: int, start_sample: int
     ) -> None:
-        self._dataset = dataset
+        self._blend = blend
         self._rank = rank_info.data_rank
         self._micro_batch_size = run.training.micro_batch_size
         self._stride = run.training.micro_batch_size * rank_info.data_size
@@ -139,7 +142,7 @@ class BatchStream(Iterator[Microbatch]):
         if not 0 <= start < self.num_samples:
             raise IndexError(f"sample {start} is none of the run's {self.num_samples}")
         first = start + self._rank * self._micro_batch_size
-        samples = [self._dataset[index] for index in range(first, first + self._micro_batch_size)]
+        samples = [self._blend[index] for index in range(first, first + self._micro_batch_size)]
         batch = Microbatch(
             tokens=torch.stack([sample["tokens"] for sample in samples]),
             labels=torch.stack([sample["labels"] for sample in samples]),
@@ -148,10 +151,13 @@ class BatchStream(Iterator[Microbatch]):
         )
         largest = max(int(batch["tokens"].max()), int(batch["labels"].max()))
         if largest >= self._vocab_size:
+            at = next(
+                i for i, one in enumerate(samples) if largest in (one["tokens"].max(), one["labels"].max())
+            )
             raise DataError(
-                f"token id {largest} in samples {first} to {first + self._micro_batch_size - 1} of "
-                f"{self._dataset.dataset.path_prefix}.bin is outside model.vocab_size {self._vocab_size}; "
-                "the file is damaged; build it again with 'eeplan data build'"
+                f"token id {largest} in sample {first + at} of {self._blend.prefix_of(first + at)}.bin is "
+                f"outside model.vocab_size {self._vocab_size}; the file is damaged; build it again with "
+                "'eeplan data build'"
             )
         return batch
 
@@ -173,8 +179,8 @@ def build_batches(
         run: with absolute data paths.
         rank_info: this process's data-parallel place; None is the only rank.
         start_sample: samples of the part consumed so far by all ranks together.
-        split: ``train`` yields train_iters x global_batch_size samples in all, ``valid`` eval_iters x
-            global_batch_size; a small part is repeated in a new order.
+        split: ``train`` yields train_iters x global_batch_size samples in all, ``valid`` and ``test``
+            eval_iters x global_batch_size; a small part is repeated in a new order.
         extra_microbatches: that each rank reads per training iteration beyond global_batch_size.
 
     Raises:
@@ -193,15 +199,15 @@ def build_batches(
         stride = run.training.micro_batch_size * run.parallel.data_parallel_size
         num_samples += groups * extra_microbatches * stride
     folder = _agree_on_cache(run, split, num_samples)
-    summary = read_summary(DataFiles(Path(run.data.data_path)))
+    summaries = [read_summary(DataFiles(Path(one.path))) for one in run.data.datasets]
     try:
-        dataset = _gpt_dataset(run, summary, split, num_samples, folder)
+        blend = _blend(run, summaries, split, num_samples, folder)
     except (OSError, ValueError, EOFError) as error:
         raise DataError(
             f"index cache {folder} cannot be read ({error}); delete the folder, and keep the data where "
             "every node sees it"
         ) from None
-    return BatchStream(dataset, run, place, num_samples, start_sample)
+    return BatchStream(blend, run, place, num_samples, start_sample)
 
 
 def _agree_on_cache(run: RunSpec, split: Part, num_samples: int) -> Path:
@@ -224,16 +230,17 @@ def _agree_on_cache(run: RunSpec, split: Part, num_samples: int) -> Path:
 
 
 def _build_cache(run: RunSpec, split: Part, num_samples: int) -> Path:
-    summary = check_data(run)
-    documents = part_documents(run.data, summary.documents)[split]
-    if not documents:
-        raise DataError(
-            f"the {split} part of data.split {run.data.split!r} is empty ({summary.documents} documents in "
-            "all); give it a larger share or more documents"
-        )
-    prefix = Path(run.data.data_path)
+    summaries = check_data(run)
+    documents = [part_documents(run.data, summary.documents)[split] for summary in summaries]
+    for dataset, summary, part in zip(run.data.datasets, summaries, documents, strict=True):
+        if not part:
+            raise DataError(
+                f"the {split} part of data.split {run.data.split!r} is empty ({summary.documents} documents "
+                f"in all in {dataset.path}); give it a larger share or more documents"
+            )
+    prefix = Path(run.data.datasets[0].path)
     root = prefix.parent / "cache"
-    folder = root / f"{prefix.name}-{split}-{_cache_key(run, summary, documents, num_samples)}"
+    folder = root / f"{prefix.name}-{split}-{_cache_key(run, summaries, documents, num_samples)}"
     if folder.is_dir():
         return folder
     try:
@@ -241,7 +248,7 @@ def _build_cache(run: RunSpec, split: Part, num_samples: int) -> Path:
         temporary = Path(tempfile.mkdtemp(dir=root, prefix=f".{folder.name}."))
         try:
             os.chmod(temporary, 0o755)
-            _gpt_dataset(run, summary, split, num_samples, temporary)
+            _blend(run, summaries, split, num_samples, temporary)
             os.rename(temporary, folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -254,14 +261,16 @@ def _build_cache(run: RunSpec, split: Part, num_samples: int) -> Path:
     return folder
 
 
-def _cache_key(run: RunSpec, summary: DataSummary, documents: range, num_samples: int) -> str:
+def _cache_key(
+    run: RunSpec, summaries: Sequence[DataSummary], documents: Sequence[range], num_samples: int
+) -> str:
     """Names everything that the index depends on, the data's content included."""
     import megatron.core
 
     parts = [
-        summary.idx_sha256,
-        summary.bin_sha256,
-        [documents.start, documents.stop],
+        [[summary.idx_sha256, summary.bin_sha256] for summary in summaries],
+        [[part.start, part.stop] for part in documents],
+        [dataset.weight for dataset in run.data.datasets],
         num_samples,
         run.training.seed,
         run.training.seq_length,
@@ -270,13 +279,28 @@ def _cache_key(run: RunSpec, summary: DataSummary, documents: range, num_samples
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
+def _blend(
+    run: RunSpec, summaries: Sequence[DataSummary], split: Part, num_samples: int, cache: Path
+) -> Blend:
+    from eeplan.runtime import blend
+
+    weights = [dataset.weight for dataset in run.data.datasets]
+    datasets = []
+    for number, size in enumerate(blend.sizes(weights, num_samples)):
+        # A folder for each: two datasets may have the same name and number of documents.
+        folder = cache / str(number)
+        folder.mkdir(exist_ok=True)
+        prefix = Path(run.data.datasets[number].path)
+        datasets.append(_gpt_dataset(run, prefix, summaries[number], split, size, folder))
+    return blend.Blend(datasets, *blend.indices(weights, num_samples, cache))
+
+
 def _gpt_dataset(
-    run: RunSpec, summary: DataSummary, split: Part, num_samples: int, cache: Path
+    run: RunSpec, prefix: Path, summary: DataSummary, split: Part, num_samples: int, cache: Path
 ) -> GPTDataset:
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.datasets.utils import Split
 
-    prefix = Path(run.data.data_path)
     config = GPTDatasetConfig(
         random_seed=run.training.seed,
         sequence_length=run.training.seq_length,

@@ -23,10 +23,20 @@ from eeplan.runtime.tokenizer import Tokenizer, load_tokenizer
 from eeplan.schema import Model, validate
 from eeplan.spec import DataSpec, RunSpec
 
-__all__ = ["DataFiles", "DataSummary", "Part", "check_data", "file_sha256", "part_documents", "read_summary"]
+__all__ = [
+    "PARTS",
+    "DataFiles",
+    "DataSummary",
+    "Part",
+    "check_data",
+    "file_sha256",
+    "part_documents",
+    "read_summary",
+]
 
-Part = Literal["train", "valid"]
-"""Parts of the documents that a run reads; the third number of a split, test, only keeps documents back."""
+Part = Literal["train", "valid", "test"]
+"""Parts of the documents: trained on, evaluated during training, evaluated once at its end."""
+PARTS: tuple[Part, ...] = ("train", "valid", "test")
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
@@ -93,17 +103,24 @@ class DataFiles:
         return (self.tokenizer, self.bin, self.idx, self.summary)
 
 
-def check_data(run: RunSpec, *, read_tokens: bool = False) -> DataSummary:
+def check_data(run: RunSpec, *, read_tokens: bool = False) -> tuple[DataSummary, ...]:
     """Whether the data of a run is there, whole, made by the run's tokenizer, and large enough.
 
     Args:
         run: with absolute data paths, as ``spec.load_run`` gives it.
         read_tokens: also hash the whole ``.bin``; otherwise only its size is compared.
 
+    Returns:
+        The summary of every dataset, in the run's order.
+
     Raises:
         DataError: one line on the first thing that is wrong.
     """
-    files = DataFiles(Path(run.data.data_path))
+    datasets = [DataFiles(Path(one.path)) for one in run.data.datasets]
+    return tuple(_check_dataset(run, files, read_tokens) for files in datasets)
+
+
+def _check_dataset(run: RunSpec, files: DataFiles, read_tokens: bool) -> DataSummary:
     summary = read_summary(files)
     lengths = _read_lengths(files, summary)
     if read_tokens and file_sha256(files.bin) != summary.bin_sha256:
@@ -132,12 +149,12 @@ def read_summary(files: DataFiles) -> DataSummary:
 
 
 def part_documents(data: DataSpec, documents: int) -> dict[Part, range]:
-    """Which documents each part holds, rounded as megatron's dataset builder rounds."""
+    """Which documents of a dataset each part holds, rounded as megatron's dataset builder rounds."""
     weights = [float(weight) for weight in data.split.split(",")]
     shares = np.array(weights) / np.sum(weights)
-    train_end, valid_end = float(shares[0]), float(shares[0]) + float(shares[1])
-    bounds = [0, round(train_end * documents), round(valid_end * documents)]
-    return {"train": range(bounds[0], bounds[1]), "valid": range(bounds[1], bounds[2])}
+    ends = (float(shares[0]), float(shares[0]) + float(shares[1]), float(np.cumsum(shares)[-1]))
+    bounds = [0, *(round(end * documents) for end in ends)]
+    return {part: range(bounds[i], bounds[i + 1]) for i, part in enumerate(PARTS)}
 
 
 def file_sha256(path: Path) -> str:
@@ -211,7 +228,7 @@ def _check_tokenizer(tokenizer: Tokenizer, summary: DataSummary, run: RunSpec, f
 
 def _check_parts(run: RunSpec, lengths: NDArray[np.int32], files: DataFiles) -> None:
     needed = run.training.seq_length + 1
-    weights = dict(zip(("train", "valid"), map(float, run.data.split.split(",")), strict=False))
+    weights = dict(zip(PARTS, map(float, run.data.split.split(",")), strict=True))
     for part, documents in part_documents(run.data, len(lengths)).items():
         tokens = int(lengths[documents.start : documents.stop].sum(dtype=np.int64))
         if weights[part] > 0 and tokens < needed:

@@ -71,7 +71,7 @@ def train(
         Preempted: saved and ended on request.
     """
     started = time.monotonic()
-    summary = check_data(plan.run)
+    summaries = check_data(plan.run)
     rank = set_up(plan)
     training = plan.run.training
     extra = rank.schedule.num_microbatches - plan.num_microbatches
@@ -94,7 +94,10 @@ def train(
             after_iteration=progress.done or None,
         )
         if not progress.done:
-            writer.reference(summary.unigram_entropy_nats)
+            # Of a model that knows which dataset a text is from, and the frequencies of words there.
+            shares = [one.weight for one in plan.run.data.datasets]
+            entropies = [summary.unigram_entropy_nats for summary in summaries]
+            writer.reference(sum(a * b for a, b in zip(shares, entropies, strict=True)))
     if not progress.done:
         _validate(rank, writer, 0)
     guard = Guard(stop_is_requested)

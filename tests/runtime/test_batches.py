@@ -189,7 +189,7 @@ def test_ids_outside_the_vocabulary_are_caught(tmp_path: Path) -> None:
     run = run_for(files)
     next(build_batches(run))
     np.full(files.bin.stat().st_size // 2, 999, np.uint16).tofile(files.bin)
-    with pytest.raises(DataError, match=r"token id 999 in samples 0 to 1 of .*text\.bin is outside"):
+    with pytest.raises(DataError, match=r"token id 999 in sample 0 of .*text\.bin is outside"):
         next(build_batches(run))
 
 
@@ -257,7 +257,7 @@ def test_cache_errors_are_one_line(tmp_path: Path) -> None:
         build_batches(run_for(files))
     (tmp_path / "cache").unlink()
     build_batches(run_for(files))
-    (damaged,) = (tmp_path / "cache").glob("*/*shuffle_index.npy")
+    (damaged,) = (tmp_path / "cache").glob("*/0/*shuffle_index.npy")
     damaged.write_bytes(damaged.read_bytes()[:40])
     with pytest.raises(DataError, match=r"cannot be read .* delete the folder") as error:
         build_batches(run_for(files))
