@@ -4,7 +4,8 @@ The executor knows nothing about models: it is given a computation with ``forwar
 travel in two process groups, one per direction, so that a back-end whose sends wait for their receive can
 never block one direction on the other. Receives are posted one ahead on each channel, and an op waits for its
 own message only, so a late message delays nothing else. Tensors being sent are owned until the transport is
-done with them.
+done with them: not every transport tells (gloo's sends are done when waited for), but a message that the
+neighbour sent after it had used ours says so, and the schedule says which those are.
 """
 
 from __future__ import annotations
@@ -99,6 +100,7 @@ class Executor:
             op: [i.microbatch for i in self._instructions if i.op is op]
             for op in (Op.RECV_FORWARD, Op.RECV_BACKWARD)
         }
+        self._settled = settled_sends(schedule, stage)
 
     def run(self, batches: Callable[[int], Batch]) -> IterationRecord:
         """Execute every instruction once.
@@ -107,8 +109,41 @@ class Executor:
             batches: microbatch number to its text.
         """
         return _Iteration(
-            self._instructions, self._receive_order, self._computation, self._channels, self._clock, batches
+            self._instructions,
+            self._receive_order,
+            self._settled,
+            self._computation,
+            self._channels,
+            self._clock,
+            batches,
         ).run()
+
+
+def settled_sends(schedule: Schedule, stage: int) -> dict[tuple[Op, int], int]:
+    """How many of a stage's sends to a neighbour are over when a message from that neighbour is there.
+
+    A neighbour's compute op waits for its input, so what it sends afterwards tells that the input is there.
+
+    Returns:
+        By receive and microbatch: messages to the sender, in their order, that it had used before.
+    """
+    settled: dict[tuple[Op, int], int] = {}
+    neighbours = [
+        # (neighbour, its op that uses our messages, the receive of those, its send, our receive of that)
+        (stage + 1, Op.FORWARD, Op.RECV_FORWARD, Op.SEND_BACKWARD, Op.RECV_BACKWARD),
+        (stage - 1, Op.BACKWARD, Op.RECV_BACKWARD, Op.SEND_FORWARD, Op.RECV_FORWARD),
+    ]
+    for neighbour, uses, receives, sends, received in neighbours:
+        if not 0 <= neighbour < schedule.num_stages:
+            continue
+        instructions = schedule.stages[neighbour]
+        inputs = {i.microbatch for i in instructions if i.op is receives}
+        used = 0
+        for instruction in instructions:
+            used += instruction.op is uses and instruction.microbatch in inputs
+            if instruction.op is sends:
+                settled[received, instruction.microbatch] = used
+    return settled
 
 
 class _Iteration:
@@ -118,6 +153,7 @@ class _Iteration:
         self,
         instructions: Sequence[Instruction],
         receive_order: dict[Op, list[int]],
+        settled: dict[tuple[Op, int], int],
         computation: Computation,
         channels: Channels,
         clock: Clock,
@@ -130,7 +166,12 @@ class _Iteration:
         self.batches = batches
         self.to_receive = {op: deque(order) for op, order in receive_order.items()}
         self.posted: dict[Op, tuple[Any, Tensor, int]] = {}
-        self.sending: deque[tuple[Any, Tensor]] = deque()
+        self.settled = settled
+        self.sending: dict[Op, deque[tuple[Any, Tensor]]] = {
+            Op.SEND_FORWARD: deque(),
+            Op.SEND_BACKWARD: deque(),
+        }
+        self.sends_over = {Op.SEND_FORWARD: 0, Op.SEND_BACKWARD: 0}
         self.arriving: dict[tuple[Op, int], tuple[Any, Tensor]] = {}
         self.outputs: dict[tuple[Op, int], Tensor | None] = {}
         self.record = IterationRecord()
@@ -147,8 +188,8 @@ class _Iteration:
                 self._send(instruction.op, instruction.microbatch)
             else:
                 self._receive(instruction.op, instruction.microbatch)
-        while self.sending:
-            self.sending.popleft()[0].wait()
+        for op, sends in self.sending.items():
+            self._release(op, self.sends_over[op] + len(sends))
         return self.record
 
     def _forward(self, microbatch: int) -> None:
@@ -180,12 +221,16 @@ class _Iteration:
         forward = op is Op.SEND_FORWARD
         target = self.channels.next_rank if forward else self.channels.previous_rank
         group = self.channels.forward_group if forward else self.channels.backward_group
-        while self.sending and self.sending[0][0].is_completed():
-            self.sending.popleft()
         direction: Direction = "forward" if forward else "backward"
         self.record.messages.append(MarkedMessage(direction, microbatch, True, self.clock.mark()))
         work = dist.isend(tensor, dst=target, group=group, tag=microbatch)
-        self.sending.append((work, tensor))
+        self.sending[op].append((work, tensor))
+
+    def _release(self, op: Op, sends: int) -> None:
+        """Give up the tensors of the first ``sends`` sends, which are over or must be waited for."""
+        while self.sends_over[op] < sends:
+            self.sending[op].popleft()[0].wait()
+            self.sends_over[op] += 1
 
     def _receive(self, op: Op, microbatch: int) -> None:
         """Hand the posted receive to the op that needs it, and post the channel's next one."""
@@ -202,6 +247,8 @@ class _Iteration:
         work.wait()
         direction: Direction = "forward" if op is Op.RECV_FORWARD else "backward"
         self.record.messages.append(MarkedMessage(direction, microbatch, False, self.clock.mark()))
+        answers = Op.SEND_BACKWARD if op is Op.RECV_FORWARD else Op.SEND_FORWARD
+        self._release(answers, self.settled[op, microbatch])
         return buffer
 
     def _post_receive(self, op: Op) -> None:
