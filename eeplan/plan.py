@@ -69,6 +69,69 @@ class MemoryBreakdown(Model):
     """Device limit minus peak and process base; None without a limit."""
 
 
+class IdleTime(Model):
+    """A stage's idle time in the pipeline part, by phase of the schedule (``sim.idle``)."""
+
+    warm_up_s: Seconds
+    """Before its first backward, that of a warm-up insert left aside."""
+    steady_s: Seconds
+    """From there to the end of its last forward."""
+    cool_down_s: Seconds
+    """From there to the end of the pipeline part."""
+
+
+class TimeHeadroom(Model):
+    """What a stage could do in addition for every microbatch, all in its forward or all in its backward."""
+
+    free_s: Seconds
+    """Without making the iteration longer at all."""
+    free_side: Literal["forward", "backward", "either"]
+    """Where there is that much room."""
+    hidden_s: Seconds
+    """Making the iteration longer by no more than that once, instead of once per microbatch."""
+    hidden_side: Literal["forward", "backward", "either"]
+
+
+class PathCount(Model):
+    """How often the critical paths of an iteration pass something. They differ where several are equally
+    long: all of them pass it at least so often, some of them that often at most."""
+
+    least: Count
+    """Seconds that the iteration gets shorter by for each second that the thing takes less."""
+    most: Count
+    """Seconds that it gets longer by for each second that the thing takes more."""
+
+
+class StageCriticalPath(Model):
+    """How much of a stage is critical."""
+
+    forward: PathCount
+    """Forwards of single microbatches."""
+    backward: PathCount
+    messages: PathCount
+    """Over the link to the next stage, both directions together."""
+
+
+class CriticalOp(Model):
+    """One op of the model on the critical path."""
+
+    op: str
+    """``embedding``, ``layer`` (all layers together), ``exit_<depth>``, ``final_head``; ``message`` for all
+    messages, forward and backward."""
+    forward: PathCount
+    backward: PathCount
+    critical_s: Seconds
+    """Its part of one critical path."""
+
+
+class CriticalPath(Model):
+    """What the pipeline part of the iteration consists of along one critical path; its times add up to it."""
+
+    ops: tuple[CriticalOp, ...]
+    other_s: Seconds
+    """The executor's own time per microbatch."""
+
+
 class StagePlan(Model):
     """Layers, exits and predicted costs of one pipeline stage. Layers are numbered from 1, inclusive."""
 
@@ -93,7 +156,15 @@ class StagePlan(Model):
     """Beyond ``kept_bytes`` during the backward."""
     optimizer_s: Seconds
     grad_sync_s: Seconds
+    busy_s: Seconds
+    """All forwards and backwards of an iteration."""
+    idle: IdleTime
+    """With ``busy_s`` the whole pipeline part."""
+    time_headroom: TimeHeadroom
+    critical: StageCriticalPath
     memory: MemoryBreakdown
+    spare_bytes: Count
+    """Up to the device's limit, or without one up to the largest process of any stage."""
 
 
 class Prediction(Model):
@@ -236,6 +307,7 @@ class Plan(Model):
     """That global_batch_size asks of each data-parallel rank (M); ``fill`` may change what runs."""
     stages: tuple[StagePlan, ...]
     prediction: Prediction
+    critical_path: CriticalPath
     decode: DecodePrediction | None = None
     """None when the profile has no decode costs."""
     decisions: tuple[Decision, ...]

@@ -18,11 +18,13 @@ from eeplan.sim.engine import message_ns, simulate
 from eeplan.sim.estimator import corrections
 from eeplan.sim.fill import Fill, filled
 from eeplan.sim.fill_choice import FillChoice, backbone_ns, choose_fill
+from eeplan.sim.insight import Insight, insight, spare_bytes
 from eeplan.sim.layout import layout_of
 from eeplan.sim.loss_weights import explain_weights, target_weights
 from eeplan.sim.memory import memory_breakdown
 from eeplan.sim.search import Candidate
 from eeplan.spec import RunSpec
+from eeplan.timeline import Timeline
 from eeplan.usage import ExitShares, ExitUsage, Usage, exit_shares
 
 
@@ -60,6 +62,10 @@ def make_plan(
     decode, decode_mode = plan_decode(run, profile, model.layout, choice.exits, shares)
     filled_choice = choose_fill(model, choice)
     exits = _planned_exits(run, choice.exits, filled_choice.fill, shares)
+    timeline = _simulated(model, filled_choice)
+    explained = insight(
+        model, filled_choice.candidate, filled_choice.costs, filled_choice.fill, exits, timeline
+    )
     return Plan(
         schema_version=1,
         eeplan_version=__version__,
@@ -73,8 +79,9 @@ def make_plan(
         fill=filled_choice.plan,
         schedule="1f1b",
         num_microbatches=run.num_microbatches,
-        stages=_stage_plans(model, filled_choice, exits),
-        prediction=_prediction(model, filled_choice, choice.baseline),
+        stages=_stage_plans(model, filled_choice, exits, explained),
+        prediction=_prediction(model, filled_choice, choice.baseline, timeline),
+        critical_path=explained.critical_path,
         decode=decode,
         decisions=(
             *choice.decisions,
@@ -132,10 +139,23 @@ def _planned_exits(
     )
 
 
-def _stage_plans(model: CostModel, chosen: FillChoice, exits: Sequence[PlannedExit]) -> tuple[StagePlan, ...]:
+def _simulated(model: CostModel, chosen: FillChoice) -> Timeline:
+    """The planned iteration by the engine, which has the last word."""
+    timeline = simulate(filled(model.layout.num_stages, chosen.fill), chosen.costs)
+    assert timeline.pipeline_ns == chosen.candidate.pipeline_ns, (
+        f"the engine's makespan {timeline.pipeline_ns} differs from the recurrence's "
+        f"{chosen.candidate.pipeline_ns}"
+    )
+    return timeline
+
+
+def _stage_plans(
+    model: CostModel, chosen: FillChoice, exits: Sequence[PlannedExit], explained: Insight
+) -> tuple[StagePlan, ...]:
     candidate, filled_costs = chosen.candidate, (chosen.costs, chosen.fill)
     shared_ns = shared_matrix_sync_ns(model, candidate.stages)
     messages = (*message_ns(chosen.costs), 0)
+    spare = spare_bytes(candidate.peak_bytes, model.run.limits.device_memory_bytes)
     return tuple(
         StagePlan(
             first_layer=model.layout.first_layer(index),
@@ -151,19 +171,20 @@ def _stage_plans(model: CostModel, chosen: FillChoice, exits: Sequence[PlannedEx
             backward_transient_bytes=stage.backward_transient_bytes,
             optimizer_s=stage.optimizer_ns / 1e9,
             grad_sync_s=(stage.data_sync_ns + shared_ns * stage.holds_shared_matrix) / 1e9,
+            busy_s=told.busy_s,
+            idle=told.idle,
+            time_headroom=told.time_headroom,
+            critical=told.critical,
             memory=memory_breakdown(model, candidate.stages, index, filled_costs),
+            spare_bytes=spare[index],
         )
-        for index, stage in enumerate(candidate.stages)
+        for index, (stage, told) in enumerate(zip(candidate.stages, explained.stages, strict=True))
     )
 
 
-def _prediction(model: CostModel, chosen: FillChoice, baseline: Candidate) -> Prediction:
+def _prediction(model: CostModel, chosen: FillChoice, baseline: Candidate, timeline: Timeline) -> Prediction:
     run, candidate, costs = model.run, chosen.candidate, chosen.costs
     num_stages, num_microbatches = model.layout.num_stages, run.num_microbatches
-    timeline = simulate(filled(num_stages, chosen.fill), costs)
-    assert timeline.pipeline_ns == candidate.pipeline_ns, (
-        f"the engine's makespan {timeline.pipeline_ns} differs from the recurrence's {candidate.pipeline_ns}"
-    )
     busy_ns = sum(timeline.busy_ns(stage) for stage in range(num_stages))
     closed_form = (
         closed_form_ns(costs.forward_ns, costs.backward_ns, num_microbatches)

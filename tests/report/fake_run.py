@@ -15,17 +15,24 @@ from builders import make_profile, make_run
 from eeplan.files import sha256_bytes
 from eeplan.plan import (
     Certificate,
+    CriticalOp,
+    CriticalPath,
     Decision,
+    IdleTime,
     MemoryBreakdown,
+    PathCount,
     Plan,
     PlannedExit,
     Prediction,
+    StageCriticalPath,
     StagePlan,
+    TimeHeadroom,
     write_plan,
 )
 from eeplan.profile import OpProfile
 from eeplan.report.rundir import RunData
 from eeplan.schema import dump_yaml
+from eeplan.sim.idle import StageTime, stage_times
 from eeplan.sim.schedule import Op, one_f_one_b
 from eeplan.timeline import Span, Timeline
 
@@ -119,8 +126,11 @@ def fake_plan(
     built = tuple(
         _stage(stage, stages, microbatches, per_stage, exits, counts[stage]) for stage in range(stages)
     )
-    pipeline_s = _pipeline_s(microbatches, [(s.forward_s, s.backward_s) for s in built])
-    bare_s = _pipeline_s(microbatches, [(s.forward_s, s.backward_s - s.exit_s) for s in built])
+    pipeline = _pipeline(microbatches, [(s.forward_s, s.backward_s) for s in built])
+    built = tuple(_with_idle(s, time) for s, time in zip(built, stage_times(pipeline), strict=True))
+    pipeline_s = pipeline.pipeline_ns / 1e9
+    bare_times = [(s.forward_s, s.backward_s - s.exit_s) for s in built]
+    bare_s = _pipeline(microbatches, bare_times).pipeline_ns / 1e9
     rest_s = SYNC_S + OPTIMIZER_S + OVERHEAD_S
     busy = sum(microbatches * (s.forward_s + s.backward_s) for s in built)
     return Plan(
@@ -148,6 +158,7 @@ def fake_plan(
             bubble_fill_capacity=0,
             tokens_per_s=2 * microbatches * run.training.seq_length / (pipeline_s + rest_s),
         ),
+        critical_path=_critical_path(pipeline_s, microbatches, exit_depths),
         decisions=(
             Decision(
                 subject="exit placement",
@@ -183,6 +194,20 @@ def _stage(
         backward_transient_bytes=transient,
         optimizer_s=OPTIMIZER_S,
         grad_sync_s=SYNC_S,
+        busy_s=microbatches * (FORWARD_S + BACKWARD_S + EXIT_S * count),
+        idle=IdleTime(warm_up_s=0.0, steady_s=0.0, cool_down_s=0.0),
+        time_headroom=TimeHeadroom(
+            free_s=0.002 * (stage == stages - 1),
+            free_side="backward",
+            hidden_s=0.002 + EXIT_S * max(0, 1 - count),
+            hidden_side="either",
+        ),
+        critical=StageCriticalPath(
+            forward=PathCount(least=1, most=microbatches if count else 1),
+            backward=PathCount(least=1, most=microbatches if count else 1),
+            messages=PathCount(least=2, most=2 * microbatches),
+        ),
+        spare_bytes=10 * MIB * (stages - 1 - stage),
         memory=MemoryBreakdown(
             parameters=2_500_000 + 600_000 * stage,
             state_bytes=state,
@@ -197,7 +222,31 @@ def _stage(
     )
 
 
-def _pipeline_s(microbatches: int, times: Sequence[tuple[float, float]]) -> float:
+def _critical_path(pipeline_s: float, microbatches: int, exit_depths: Sequence[int]) -> CriticalPath:
+    """A made-up one whose times add up."""
+    count = PathCount(least=microbatches, most=microbatches + 2)
+    exits = [f"exit_{depth}" for depth in exit_depths]
+    times = {"embedding": 0.002, "final_head": 0.05, "message": 0.0} | dict.fromkeys(exits, 0.01)
+    rest_s = pipeline_s - sum(times.values()) - 0.001
+    return CriticalPath(
+        ops=tuple(
+            CriticalOp(
+                op=op, forward=count, backward=count, critical_s=rest_s if op == "layer" else times[op]
+            )
+            for op in ("embedding", "layer", *exits, "final_head", "message")
+        ),
+        other_s=0.001,
+    )
+
+
+def _with_idle(stage: StagePlan, time: StageTime) -> StagePlan:
+    idle = IdleTime(
+        warm_up_s=time.warm_up_ns / 1e9, steady_s=time.steady_ns / 1e9, cool_down_s=time.cool_down_ns / 1e9
+    )
+    return stage.model_copy(update={"busy_s": time.busy_ns / 1e9, "idle": idle})
+
+
+def _pipeline(microbatches: int, times: Sequence[tuple[float, float]]) -> Timeline:
     durations = [
         {
             (kind, m): round(t * 1e9)
@@ -206,7 +255,7 @@ def _pipeline_s(microbatches: int, times: Sequence[tuple[float, float]]) -> floa
         }
         for pair in times
     ]
-    return naive_pipeline(microbatches, durations).pipeline_ns / 1e9
+    return naive_pipeline(microbatches, durations)
 
 
 def write_fake_run(
