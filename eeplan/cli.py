@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from eeplan import __version__, cli_decoding, cli_planning, cli_rehearsal
+from eeplan import __version__, cli_decoding, cli_planning, cli_rehearsal, cli_serving
 from eeplan.cli_output import Json, PlanFile, RunFile
 from eeplan.cli_output import print_result as _print
 from eeplan.cli_output import work as _work
@@ -37,6 +37,7 @@ app.add_typer(bench_app, name="bench")
 app.add_typer(cli_decoding.app)
 app.add_typer(cli_planning.app)
 app.add_typer(cli_rehearsal.app)
+app.add_typer(cli_serving.app)
 
 
 @dataclass(slots=True)
