@@ -165,7 +165,7 @@ class Predictor:
         return key, known.model
 
     def _cost_model(self, run: RunSpec) -> CostModel | ProfileError:
-        kinds = wanted_kinds(run.exits) | {run.exits.head}
+        kinds = wanted_kinds(run.exits) | {run.exits.head_kind}
         try:
             return cost_model(run, adapted(self._profile, run), layout_of(run), kinds)
         except ProfileError as error:
@@ -201,7 +201,7 @@ class Predictor:
         assert best.row is not None, "only a candidate that fits is feasible"
         seconds = best.iteration_ns / 1e9
         counts = batch.counts[best.row].tolist()
-        used = {"exit_" + run.exits.head} if count and not run.exits.layers else set()
+        used = {"exit_" + run.exits.head_kind} if count and not run.exits.layers else set()
         names = [op for op in model.extrapolated_ops if not op.startswith("exit_") or op in used]
         if run.exits.layers:
             names = list(model.extrapolated_ops)
@@ -258,7 +258,7 @@ def _batch(model: CostModel, exits: ExitsSpec, count: int, modes: Sequence[ExitF
                   for mode in modes]  # fmt: skip
     else:
         counts = _placements(layout, count)
-        head = Head(exits.head, tied=not exits.untie_exit_output_weights)
+        head = Head(exits.head_kind, tied=not exits.untie_exit_output_weights)
         # Where exits forward makes no difference without exits.
         modes = modes if count else modes[:1]
         tables = [
@@ -282,7 +282,7 @@ def _by_hand(exits: ExitsSpec, layout: Layout, stage: int) -> tuple[Head, ...]:
     requests = sorted(exits.layers, key=lambda request: request.depth)
     return tuple(
         Head(
-            request.head or exits.head,
+            request.head or exits.head_kind,
             not exits.untie_exit_output_weights if request.tied is None else request.tied,
         )
         for request in requests

@@ -159,6 +159,19 @@ def _is_excluded(family: Family, prefix: Prefix, fixed: int) -> bool:
 
 
 @njit(cache=True)
+def lowest_ns(family: Family, bounds: Tables, most_layers: Integers) -> int:
+    """Lower bound of all candidates: the least of those with the first stage fixed."""
+    prefix, crossing, lowest = empty_prefix(family), crossing_ns(family), NEVER
+    for layers in range(1, most_layers[0] + 1):
+        for above in range(family.num_exits + 1):
+            if layers + family.num_stages - 1 > family.num_layers:
+                continue
+            if extend(family, bounds, prefix, 0, layers, above, np.zeros(2, np.int64)):
+                lowest = min(lowest, bound_ns(family, bounds, prefix, 1, crossing))
+    return int(lowest)
+
+
+@njit(cache=True)
 def search(
     family: Family,
     bounds: Tables,
@@ -166,6 +179,7 @@ def search(
     mean: Integers,
     budget: int,
     goal: int,
+    any_will_do: bool,
     value: Integers,
     solution: Integers,
     statistics: Integers,
@@ -179,6 +193,7 @@ def search(
         budget: most nodes to try; when it is used up, nothing is proved.
         goal: TIME, PEAK or OVERSHOOT. What comes before it may not be more than ``value``; what comes after
             it does not count.
+        any_will_do: stop at the first candidate below ``value``.
         value: [3], changed to that of the candidate found.
         solution: [2, P], changed likewise.
         statistics: [5], added to.
@@ -231,6 +246,8 @@ def search(
         if count == kernels.LANES or statistics[FOUND] == 0:
             _judge(family, leaves, count, goal, value, solution, statistics)
             count = 0
+            if any_will_do and statistics[FOUND]:
+                return
     if count:
         _judge(family, leaves, count, goal, value, solution, statistics)
     statistics[EXHAUSTED] = stage >= 0

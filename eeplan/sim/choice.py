@@ -7,7 +7,7 @@ that every choice can be explained.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from eeplan.errors import PlanInfeasible
 from eeplan.plan import Certificate, Decision
@@ -16,6 +16,8 @@ from eeplan.sim.costs import CostModel, StageCosts, stage_costs
 from eeplan.sim.layout import Layout, Slot, nearly_even_layout
 from eeplan.sim.parameters import Head
 from eeplan.sim.search import (
+    BUDGETS,
+    Budgets,
     Candidate,
     Outcome,
     Search,
@@ -23,6 +25,7 @@ from eeplan.sim.search import (
     counted_search,
     judge,
     placed_search,
+    split_is_free,
 )
 from eeplan.spec import EXIT_FORWARDS, ExitForward, ExitRequest, ExitsSpec, HeadKind
 
@@ -47,63 +50,68 @@ class Choice:
     """The same run without exits; with a free layer split at its own best one."""
     decisions: tuple[Decision, ...]
     certificate: Certificate
+    search: Search | None = None
+    """Where it was found; None where training time was not searched for."""
 
 
 def wanted_kinds(exits: ExitsSpec) -> set[HeadKind]:
     """Head kinds whose costs the run needs."""
     if exits.layers:
-        return {request.head or exits.head for request in exits.layers}
-    return {exits.head} if exits.count else set()
+        return {request.head or exits.head_kind for request in exits.layers}
+    return {exits.head_kind} if exits.count else set()
 
 
-def choose(model: CostModel) -> Choice:
-    """Decide the exits of ``model.run``, and its layer split if that is free.
+def choose(models: Sequence[CostModel], budgets: Budgets = BUDGETS) -> Choice:
+    """Decide the exits of a run, its layer split if that is free, and which of the models to take.
+
+    Args:
+        models: one for each combination of what else the run leaves open; their runs differ in that only.
+        budgets: of each search.
 
     Raises:
         PlanInfeasible: what the run asks for does not fit ``limits.device_memory_bytes``.
     """
-    exits = model.run.exits
-    bare = _counted(model, 0)
+    exits = models[0].run.exits
+    bare = _counted(models, 0, budgets)
     without = bare.best()
     baseline = without.best or bare.smallest()
     if exits.layers:
-        return _by_hand(model, baseline)
+        return _by_hand(models, baseline, budgets)
     if exits.count == "auto":
-        return _automatic(model, baseline, without)
+        return _automatic(models, baseline, bare, without, budgets)
     if not exits.count:
-        _require_fit(model, baseline, baseline)
-        return _without_exits(model, baseline, [without], explain.no_exits_wanted())
-    search = _counted(model, exits.count)
+        require_fit(baseline, baseline)
+        return _without_exits(bare, baseline, [without], explain.no_exits_wanted())
+    search = _counted(models, exits.count, budgets)
     outcome = search.best()
-    _require_fit(model, outcome.best or search.smallest(), baseline)
-    return _placed(model, baseline, search, [outcome], explain.count_given(exits.count))
+    require_fit(outcome.best or search.smallest(), baseline)
+    return _placed(baseline, search, [outcome], explain.count_given(exits.count))
 
 
-def split_is_free(model: CostModel) -> bool:
-    """Whether the planner chooses the layers of each stage."""
-    return model.run.parallel.layer_split == "auto"
+def _by_hand(models: Sequence[CostModel], baseline: Candidate, budgets: Budgets) -> Choice:
+    spec = models[0].run.exits
+    wanted = sorted(spec.layers, key=lambda request: request.depth)
 
+    def heads(model: CostModel) -> list[Head]:
+        return [head_of(model.run.exits, request) for request in wanted]
 
-def _by_hand(model: CostModel, baseline: Candidate) -> Choice:
-    wanted = sorted(model.run.exits.layers, key=lambda request: request.depth)
-    heads = [_head(model.run.exits, request) for request in wanted]
-    layers, modes = [request.layer for request in wanted], _modes(model.run.exits)
-    search = placed_search(model, heads, layers, modes, split_is_free(model))
+    layers = [request.layer for request in wanted]
+    search = placed_search(models, heads, layers, modes_of(spec), budgets)
     outcome = search.best()
     best = outcome.best or search.smallest()
-    _require_fit(model, best, baseline)
+    require_fit(best, baseline)
     exits = tuple(
         PlacedExit(
             Slot(request.depth, best.layout.stage_of(request), request.layer, request.boundary),
             head,
             request.weight,
         )
-        for request, head in zip(wanted, heads, strict=True)
+        for request, head in zip(wanted, heads(best.model), strict=True)
     )
     later = _read_later(exits, best.layout)
     improved = None
     if later != exits:
-        improved = judge(*_with_exits(model, best.layout, later, [best.exit_forward]))[0]
+        improved = judge(*_with_exits(best.model, later, [best.exit_forward]))[0]
     return Choice(
         exits=exits,
         candidate=best,
@@ -111,39 +119,40 @@ def _by_hand(model: CostModel, baseline: Candidate) -> Choice:
         decisions=(
             explain.count_by_hand(len(exits)),
             explain.placement_by_hand([e.slot for e in exits], best, baseline, improved),
-            explain.exit_forward(model, best, _other_mode(model, exits, best)),
-            _split_decision(model, search, best),
+            explain.exit_forward(best, _other_mode(exits, best)),
+            _split_decision(search, best),
         ),
         certificate=_certificate([outcome], best),
+        search=search,
     )
 
 
-def _automatic(model: CostModel, baseline: Candidate, without: Outcome) -> Choice:
+def _automatic(
+    models: Sequence[CostModel], baseline: Candidate, bare: Search, without: Outcome, budgets: Budgets
+) -> Choice:
     """The largest number of exits within the limits; counts down, since limits need not bind in order."""
-    _require_fit(model, baseline, baseline)
-    run = model.run
+    require_fit(baseline, baseline)
+    run = models[0].run
     outcomes: list[Outcome] = []
     above: Candidate | None = None
     for count in range(min(run.exits.max_count, run.model.num_layers - 1), 0, -1):
-        search = _counted(model, count)
+        search = _counted(models, count, budgets)
         outcome = search.best()
         outcomes.append(outcome)
         if outcome.best and explain.overhead(outcome.best, baseline) <= run.limits.max_time_overhead:
-            why = explain.count_automatic(model, count, outcome.best, above, baseline)
-            return _placed(model, baseline, search, outcomes, why)
+            why = explain.count_automatic(run, count, outcome.best, above, baseline)
+            return _placed(baseline, search, outcomes, why)
         above = outcome.best or search.smallest()
-    why = explain.count_automatic(model, 0, None, above, baseline)
-    return _without_exits(model, baseline, [*outcomes, without], why)
+    why = explain.count_automatic(run, 0, None, above, baseline)
+    return _without_exits(bare, baseline, [*outcomes, without], why)
 
 
-def _placed(
-    model: CostModel, baseline: Candidate, search: Search, outcomes: Sequence[Outcome], why: Decision
-) -> Choice:
+def _placed(baseline: Candidate, search: Search, outcomes: Sequence[Outcome], why: Decision) -> Choice:
     """A choice of the last of ``outcomes``, which is that of ``search``."""
-    outcome, head = outcomes[-1], _head(model.run.exits)
+    outcome = outcomes[-1]
     best = outcome.best
     assert best is not None, "only a feasible search can be turned into a plan"
-    slots = best_slots(best)
+    slots, head = best_slots(best), head_of(best.model.run.exits)
     exits = tuple(PlacedExit(slot, head, None) for slot in slots)
     return Choice(
         exits=exits,
@@ -151,31 +160,31 @@ def _placed(
         baseline=baseline,
         decisions=(
             why,
-            explain.placement(model, outcome, best, slots, search.second(best), baseline),
-            explain.exit_forward(model, best, _other_mode(model, exits, best)),
-            _split_decision(model, search, best),
+            explain.placement(outcome, best, slots, search.second(best), baseline),
+            explain.exit_forward(best, _other_mode(exits, best)),
+            _split_decision(search, best),
         ),
         certificate=_certificate(outcomes, best),
+        search=search,
     )
 
 
-def _without_exits(
-    model: CostModel, baseline: Candidate, outcomes: Sequence[Outcome], why: Decision
-) -> Choice:
+def _without_exits(search: Search, baseline: Candidate, outcomes: Sequence[Outcome], why: Decision) -> Choice:
     return Choice(
         exits=(),
         candidate=baseline,
         baseline=baseline,
-        decisions=(why, _split_decision(model, _counted(model, 0), baseline)),
+        decisions=(why, _split_decision(search, baseline)),
         certificate=_certificate(outcomes, baseline),
+        search=search,
     )
 
 
-def _split_decision(model: CostModel, search: Search, best: Candidate) -> Decision:
-    if not split_is_free(model):
-        return explain.layer_split(model.run, best.layout)
+def _split_decision(search: Search, best: Candidate) -> Decision:
+    if not split_is_free(best.model):
+        return explain.layer_split(best.model.run, best.layout)
     even = nearly_even_layout(best.layout.num_layers, best.layout.num_stages)
-    return explain.free_layer_split(model, best, None if even == best.layout else search.with_layout(even))
+    return explain.free_layer_split(best, None if even == best.layout else search.with_layout(best, even))
 
 
 def _certificate(outcomes: Sequence[Outcome], best: Candidate) -> Certificate:
@@ -192,15 +201,21 @@ def _certificate(outcomes: Sequence[Outcome], best: Candidate) -> Certificate:
     )
 
 
-def _require_fit(model: CostModel, candidate: Candidate, baseline: Candidate) -> None:
-    if not candidate.fits(model.run.limits.device_memory_bytes):
-        raise PlanInfeasible(explain.infeasible(model, candidate, baseline))
+def require_fit(candidate: Candidate, baseline: Candidate) -> None:
+    """Refuse a candidate that is too large; ``baseline`` is the same run without exits.
+
+    Raises:
+        PlanInfeasible: with the stage and the numbers.
+    """
+    if not candidate.fits(candidate.model.run.limits.device_memory_bytes):
+        raise PlanInfeasible(explain.infeasible(candidate, baseline))
 
 
-def _counted(model: CostModel, count: int) -> Search:
-    head, modes = _head(model.run.exits), _modes(model.run.exits)
+def _counted(models: Sequence[CostModel], count: int, budgets: Budgets) -> Search:
+    modes = modes_of(models[0].run.exits)
     # Without exits there is nothing to run in either mode.
-    return counted_search(model, count, head, modes if count else modes[:1], split_is_free(model))
+    modes = modes if count else modes[:1]
+    return counted_search(models, count, lambda model: head_of(model.run.exits), modes, budgets)
 
 
 def _read_later(exits: tuple[PlacedExit, ...], layout: Layout) -> tuple[PlacedExit, ...]:
@@ -215,28 +230,29 @@ def _read_later(exits: tuple[PlacedExit, ...], layout: Layout) -> tuple[PlacedEx
 
 
 def _with_exits(
-    model: CostModel, layout: Layout, exits: Sequence[PlacedExit], modes: Sequence[ExitForward]
+    model: CostModel, exits: Sequence[PlacedExit], modes: Sequence[ExitForward]
 ) -> tuple[CostModel, list[tuple[ExitForward, tuple[StageCosts, ...]]]]:
     """Arguments of ``judge`` for exits at their places, run in each of the modes."""
-    model, stages = replace(model, layout=layout), range(layout.num_stages)
+    stages = range(model.layout.num_stages)
     heads = [tuple(placed.head for placed in exits if placed.slot.stage == stage) for stage in stages]
     return model, [
         (mode, tuple(stage_costs(model, stage, heads[stage], mode) for stage in stages)) for mode in modes
     ]
 
 
-def _other_mode(model: CostModel, exits: Sequence[PlacedExit], best: Candidate) -> Candidate | None:
+def _other_mode(exits: Sequence[PlacedExit], best: Candidate) -> Candidate | None:
     """The chosen exits with the other ``exit_forward``; None when the user fixed it."""
-    others = [mode for mode in _modes(model.run.exits) if mode != best.exit_forward]
-    return judge(*_with_exits(model, best.layout, exits, others))[0] if others else None
+    others = [mode for mode in modes_of(best.model.run.exits) if mode != best.exit_forward]
+    return judge(*_with_exits(best.model, exits, others))[0] if others else None
 
 
-def _modes(exits: ExitsSpec) -> tuple[ExitForward, ...]:
+def modes_of(exits: ExitsSpec) -> tuple[ExitForward, ...]:
+    """Where exit forwards may run."""
     return EXIT_FORWARDS if exits.exit_forward == "auto" else (exits.exit_forward,)
 
 
-def _head(spec: ExitsSpec, request: ExitRequest | None = None) -> Head:
+def head_of(spec: ExitsSpec, request: ExitRequest | None = None) -> Head:
     """Of an exit without wishes of its own, or with those of a request."""
     tied = None if request is None else request.tied
     kind = None if request is None else request.head
-    return Head(kind or spec.head, not spec.untie_exit_output_weights if tied is None else tied)
+    return Head(kind or spec.head_kind, not spec.untie_exit_output_weights if tied is None else tied)

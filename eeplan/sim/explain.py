@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from eeplan.plan import Decision
-from eeplan.sim.costs import CostModel
 from eeplan.sim.layout import Layout, Slot, nearly_even_layout, squared_gaps
 from eeplan.sim.memory import memory_breakdown
 from eeplan.sim.search import Candidate, Outcome
@@ -42,12 +41,12 @@ def format_percent(fraction: float) -> str:
     return f"{100 * fraction:+.2f} %"
 
 
-def infeasible(model: CostModel, candidate: Candidate, baseline: Candidate) -> str:
+def infeasible(candidate: Candidate, baseline: Candidate) -> str:
     """Why ``candidate``, the best that memory could hope for, breaks the device limit, and what to change."""
-    limit = model.run.limits.device_memory_bytes
+    limit = candidate.model.run.limits.device_memory_bytes
     assert limit is not None, "without a limit everything fits"
     stage = max(range(len(candidate.stages)), key=lambda index: candidate.peak_bytes[index])
-    peak, parts = candidate.peak_bytes[stage], memory_breakdown(model, candidate.stages, stage)
+    peak, parts = candidate.peak_bytes[stage], memory_breakdown(candidate.model, candidate.stages, stage)
     exits = sum(candidate.counts)
     remedies = ["raise the limit", "lower training.micro_batch_size", "use more pipeline or tensor ranks"]
     if exits and baseline.fits(limit):
@@ -80,7 +79,7 @@ def count_given(count: int) -> Decision:
 
 
 def count_automatic(
-    model: CostModel, count: int, best: Candidate | None, above: Candidate | None, baseline: Candidate
+    run: RunSpec, count: int, best: Candidate | None, above: Candidate | None, baseline: Candidate
 ) -> Decision:
     """For ``exits.count: auto``.
 
@@ -90,7 +89,6 @@ def count_automatic(
         above: the best with one exit more, which was rejected, the smallest if none fits; None when ``count``
             is the most allowed.
     """
-    run = model.run
     allowed = f"limits.max_time_overhead {100 * run.limits.max_time_overhead:g} %"
     if best is not None:
         reason = f"{format_percent(overhead(best, baseline))} iteration time, within {allowed}"
@@ -111,7 +109,6 @@ def count_automatic(
 
 
 def placement(
-    model: CostModel,
     outcome: Outcome,
     best: Candidate,
     slots: Sequence[Slot],
@@ -125,7 +122,7 @@ def placement(
         slots: where its exits read.
         runner_up: the best with other exits per stage, None if there is none.
     """
-    layers = model.layout.num_layers
+    layers = best.layout.num_layers
     wasted = squared_gaps([slot.depth for slot in slots], layers) / (2 * layers)
     reason = (
         f"fastest iteration: {_numbers(best, baseline)}. Among equals the fewest layers in vain: "
@@ -160,7 +157,7 @@ def placement_by_hand(
     return Decision(subject="exits.placement", choice=_slots(slots), reason=reason)
 
 
-def exit_forward(model: CostModel, best: Candidate, other: Candidate | None) -> Decision:
+def exit_forward(best: Candidate, other: Candidate | None) -> Decision:
     """Where exit forwards run; ``other`` is the same placement run the other way, None if not allowed."""
     subject, choice = "exits.exit_forward", best.exit_forward
     if other is None:
@@ -190,7 +187,7 @@ def layer_split(run: RunSpec, layout: Layout) -> Decision:
     return Decision(subject=SPLIT, choice=_layers(layout), reason=reason)
 
 
-def free_layer_split(model: CostModel, best: Candidate, even: Candidate | None) -> Decision:
+def free_layer_split(best: Candidate, even: Candidate | None) -> Decision:
     """The split that the search has chosen.
 
     Args:

@@ -64,6 +64,8 @@ class Family(NamedTuple):
     """[k+1, k+1]"""
     exits_below: Integers
     """[L+1]: exits on the first N layers where exits have fixed places, else -1."""
+    exits_most: Integers
+    """[L+1]: the same with one at the end of a stage read there; equal where the layer is fixed, too."""
     excluded: Integers
     """[P]: exits per stage of candidates that do not count; -1 for none."""
     allowed: NDArray[np.bool_]
@@ -90,6 +92,15 @@ def counted_family(
     anywhere = np.full(model.run.model.num_layers + 1, -1)
     groups = [(head,) * count for count in range(num_exits + 1)]
     return _family(model, groups, group, anywhere, (head,) * num_exits, mode, transport)
+
+
+def at_depths(family: Family, depths: Sequence[int]) -> Family:
+    """The candidates of a counted family whose exits read after so many layers, on either stage there."""
+    layers = np.arange(family.num_layers + 1)[:, None]
+    return family._replace(
+        exits_below=(layers > np.array(depths)).sum(axis=1),
+        exits_most=(layers >= np.array(depths)).sum(axis=1),
+    )
 
 
 def placed_family(
@@ -157,6 +168,7 @@ def _family(
         blocks=transport == "rendezvous" and run.num_microbatches > num_stages,
         group=group,
         exits_below=exits_below,
+        exits_most=exits_below,
         excluded=np.full(num_stages, -1),
         allowed=np.ones(peak.shape, np.bool_) if limit is None else peak <= limit,
         peak=peak,

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from eeplan import __version__
 from eeplan.plan import Decision, Plan, PlannedExit, Prediction, StagePlan
 from eeplan.profile import OpProfile
 from eeplan.sim import explain
 from eeplan.sim.bounds import bubble_fill_capacity, closed_form_ns, upper_bound_ns
-from eeplan.sim.choice import Choice, PlacedExit, choose, split_is_free, wanted_kinds
-from eeplan.sim.costs import CostModel, cost_model, shared_matrix_sync_ns
+from eeplan.sim.choice import Choice, PlacedExit, choose
+from eeplan.sim.combinations import combinations, explain_combinations, models_of
+from eeplan.sim.costs import CostModel, shared_matrix_sync_ns
 from eeplan.sim.decode_choice import choose_for_decoding
 from eeplan.sim.decode_plan import plan_decode
 from eeplan.sim.engine import message_ns, simulate
@@ -19,7 +19,6 @@ from eeplan.sim.estimator import corrections
 from eeplan.sim.fill import Fill, filled
 from eeplan.sim.fill_choice import FillChoice, backbone_ns, choose_fill
 from eeplan.sim.insight import Insight, insight, spare_bytes
-from eeplan.sim.layout import layout_of
 from eeplan.sim.loss_weights import explain_weights, target_weights
 from eeplan.sim.memory import memory_breakdown
 from eeplan.sim.search import Candidate
@@ -54,9 +53,11 @@ def make_plan(
         SpecError: loss weights from usage, and no token leaves early.
         PlanInfeasible: nothing that the run asks for fits its limits.
     """
-    model = cost_model(run, profile, layout_of(run), wanted_kinds(run.exits))
     used = usage.content if usage else run.decode.prior
-    model, choice = _chosen(model, used)
+    open_combinations = combinations(run, profile)
+    choice = _chosen(models_of(open_combinations), used)
+    model = choice.candidate.model
+    run = model.run
     depths = [placed.slot.depth for placed in choice.exits]
     shares = exit_shares(used, run.decode.threshold, depths, run.model.num_layers)
     decode, decode_mode = plan_decode(run, profile, model.layout, choice.exits, shares)
@@ -84,6 +85,7 @@ def make_plan(
         critical_path=explained.critical_path,
         decode=decode,
         decisions=(
+            *explain_combinations(open_combinations, choice),
             *choice.decisions,
             *filled_choice.decisions,
             *_other_decisions(model, choice.exits, shares),
@@ -95,22 +97,12 @@ def make_plan(
     )
 
 
-def _chosen(model: CostModel, usage: Usage) -> tuple[CostModel, Choice]:
-    """The exits, and the model with the layers per stage that they were chosen with."""
-    exits = model.run.exits
-    is_for_decoding = exits.objective == "decode_speed_up" and bool(exits.count)
-    if is_for_decoding and not split_is_free(model):
-        choice = choose_for_decoding(model, usage)
-        split = explain.layer_split(model.run, model.layout)
-        return model, replace(choice, decisions=(*choice.decisions, split))
-    choice = choose(model)
-    model = replace(model, layout=choice.candidate.layout)
-    if not is_for_decoding:
-        return model, choice
-    # Decoding on one process does not depend on the split, so training has the say in it.
-    split = next(one for one in choice.decisions if one.subject == explain.SPLIT)
-    choice = choose_for_decoding(model, usage)
-    return model, replace(choice, decisions=(*choice.decisions, split))
+def _chosen(models: Sequence[CostModel], usage: Usage) -> Choice:
+    """The exits, and the model and layers per stage that they were chosen with."""
+    exits = models[0].run.exits
+    if exits.objective == "decode_speed_up" and exits.count:
+        return choose_for_decoding(models, usage)
+    return choose(models)
 
 
 def _planned_exits(

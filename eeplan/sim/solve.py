@@ -99,6 +99,18 @@ def solve(
     )
 
 
+def some_within(families: Sequence[Family], limit_ns: int | None, budget: int) -> bool | None:
+    """Whether any candidate takes at most ``limit_ns``; None if the budget did not suffice to tell."""
+    told: bool | None = False
+    for family in families:
+        search = _Search(family, budget, 0)
+        found = search.within(limit_ns)
+        if found:
+            return True
+        told = told if found is False else None
+    return told
+
+
 def with_split(family: Family, split: Sequence[int]) -> Family:
     """The candidates with these layers per stage."""
     given = np.zeros_like(family.allowed)
@@ -160,6 +172,17 @@ class _Search:
             self.lower_bound_ns = solution.value.time_ns
         return solution
 
+    def within(self, limit_ns: int | None) -> bool | None:
+        """Whether a candidate takes at most ``limit_ns``."""
+        from eeplan.sim import branch
+
+        longest = self._longest_ns() + 1
+        value = np.array([longest if limit_ns is None else min(longest, limit_ns + 1), _ANYTHING, _ANYTHING])
+        found, statistics = self._round(branch.TIME, 0, value, True, self.budget)
+        if found is None and statistics[branch.EXHAUSTED]:
+            return None
+        return found is not None
+
     def choose(self, fastest: Solution) -> Solution:
         """Of the candidates as fast as ``fastest``, the least in peak, then in overshoot."""
         from eeplan.sim import branch, prefix
@@ -177,51 +200,77 @@ class _Search:
     ) -> tuple[Solution | None, bool]:
         """The candidate with the least goal below that of ``above``, not more in what comes before the goal.
 
+        A round costs the more the higher its limit is. So limits rise slowly, and start to rise anew below
+        every candidate that is found.
+
         Returns:
             The solution or None, and whether that is proved.
         """
         from eeplan.sim import branch
 
         limits = np.array([above.time_ns, above.peak_bytes, above.overshoot])
-        end = int(limits[goal])
-        step, nodes = max(1, round(FIRST_STEP * lowest)), 0
-        while lowest < end:
+        best: Solution | None = None
+        step = max(1, round(FIRST_STEP * lowest))
+        while lowest < limits[goal]:
             value = limits.copy()
-            value[goal] = min(lowest + step, end)
-            time_ns = int(value[branch.TIME])
-            bounds, most_layers, mean = self._bounds(time_ns, int(value[branch.PEAK]))
-            solution, statistics = np.zeros((2, self.family.num_stages), np.int64), np.zeros(5, np.int64)
-            branch.search(
-                self.family, bounds, most_layers, mean, budget - nodes, goal, value, solution, statistics
-            )
-            nodes += int(statistics[branch.NODES])
-            self.judged += int(statistics[branch.JUDGED])
-            self.cut += int(statistics[branch.CUT])
-            finished = not statistics[branch.EXHAUSTED]
-            if statistics[branch.FOUND]:
-                split, counts = (tuple(row) for row in solution.tolist())
-                return Solution(index, split, counts, Value(*value.tolist())), finished
-            if not finished:
-                return None, False
+            value[goal] = min(lowest + step, limits[goal])
+            is_last = best is not None and value[goal] == limits[goal]
+            found, statistics = self._round(goal, index, value, not is_last, budget)
+            budget -= int(statistics[branch.NODES])
+            best = found or best
+            if statistics[branch.EXHAUSTED]:
+                return best, False
+            if is_last:
+                break
+            if found:
+                limits[goal] = value[goal]
+                step = max(1, (int(limits[goal]) - lowest) // 4)
+                continue
             lowest += step
-            if goal == branch.TIME:
-                self.lower_bound_ns = min(lowest, end)
-                end = min(end, self._longest_ns() + 1)
             step *= 2
-        return None, True
+            if goal == branch.TIME:
+                self.lower_bound_ns = min(lowest, int(limits[goal]))
+                limits[goal] = min(int(limits[goal]), self._longest_ns() + 1)
+        return best, True
+
+    def _round(
+        self, goal: int, index: int, value: Integers, any_will_do: bool, budget: int
+    ) -> tuple[Solution | None, Integers]:
+        """A candidate below ``value``, which becomes its value, or None; and the statistics of ``branch``."""
+        from eeplan.sim import branch
+
+        bounds, most_layers, mean = self._bounds(int(value[branch.TIME]), int(value[branch.PEAK]))
+        solution, statistics = np.zeros((2, self.family.num_stages), np.int64), np.zeros(5, np.int64)
+        branch.search(
+            self.family,
+            bounds,
+            most_layers,
+            mean,
+            budget,
+            goal,
+            any_will_do,
+            value,
+            solution,
+            statistics,
+        )
+        self.judged += int(statistics[branch.JUDGED])
+        self.cut += int(statistics[branch.CUT])
+        if not statistics[branch.FOUND]:
+            return None, statistics
+        split, counts = (tuple(row) for row in solution.tolist())
+        return Solution(index, split, counts, Value(*value.tolist())), statistics
 
     def _lowest_ns(self) -> int | None:
         """Lower bound of all candidates; None if there are none."""
-        from eeplan.sim import prefix, suffix
+        from eeplan.sim import branch, suffix
 
         crossing_ns = int(suffix.crossing_ns(self.family))
         longest_ns, limit_ns = self._longest_ns(), 2 * self.family.num_microbatches * crossing_ns
         limit_ns = limit_ns // self.family.num_stages + 1
         while True:
-            bounds, _, _ = self._bounds(limit_ns, _ANYTHING)
-            if bounds.slowest[0, 0, 0] < suffix.NEVER:
-                empty = prefix.empty_prefix(self.family)
-                bound_ns = int(prefix.bound_ns(self.family, bounds, empty, 0, crossing_ns))
+            bounds, most_layers, _ = self._bounds(limit_ns, _ANYTHING)
+            bound_ns = int(branch.lowest_ns(self.family, bounds, most_layers))
+            if bound_ns < suffix.NEVER:
                 # Stages that take longer than the limit alone were left out.
                 return min(bound_ns, limit_ns + 1)
             if limit_ns >= longest_ns:

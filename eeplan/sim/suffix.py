@@ -51,13 +51,19 @@ def stage_ns(family: Family, stage: int, layers: int, below: int, above: int) ->
 
 
 @njit(cache=True)
+def _can_be_below(family: Family, layers: int, exits: int) -> bool:
+    """Whether so many exits can be on the first layers; always so where they have no places of their own."""
+    least = family.exits_below[layers]
+    return bool(least < 0 or least <= exits <= family.exits_most[layers])
+
+
+@njit(cache=True)
 def fits(family: Family, stage: int, below_layers: int, layers: int, below: int, above: int) -> bool:
     """Whether a stage can be of that kind; exits are only counted, see ``deepest``."""
     if not family.allowed[stage, layers, family.group[below, above]]:
         return False
-    fixed = family.exits_below[below_layers + layers]
-    if fixed >= 0:
-        return bool(fixed == above)
+    if family.exits_below[below_layers + layers] >= 0:
+        return _can_be_below(family, below_layers + layers, above)
     room = layers + (stage > 0) - (stage == family.num_stages - 1)
     return above - below <= room
 
@@ -79,7 +85,7 @@ def tables(family: Family, limit_ns: int, most_layers: Integers, mean: Integers)
         most_below = min(most_layers[:stage].sum(), num_layers - (num_stages - stage))
         for below in range(max(stage, reachable), most_below + 1):
             for exits in range(num_exits + 1):
-                if family.exits_below[below] >= 0 and family.exits_below[below] != exits:
+                if not _can_be_below(family, below, exits):
                     continue
                 for layers in range(1, min(most_layers[stage], num_layers - below) + 1):
                     for above in range(exits, num_exits + 1):

@@ -5,7 +5,7 @@ measured (see ``profile``) or decided (see ``plan``). One module per section of 
 whole.
 """
 
-from eeplan.spec.data import DataSpec
+from eeplan.spec.data import DataSpec, WeightedData
 from eeplan.spec.decode import DECODE_MODES, DecodeMode, DecodeSpec
 from eeplan.spec.exits import (
     EXIT_FORWARDS,
@@ -23,6 +23,7 @@ from eeplan.spec.limits import LimitsSpec
 from eeplan.spec.model import ModelSpec
 from eeplan.spec.parallel import LayerSplit, ParallelSpec
 from eeplan.spec.run import RunSpec, load_run, replace_keys, with_data_paths
+from eeplan.spec.search import SearchSpec
 from eeplan.spec.training import Precision, TrainingSpec
 
 __all__ = [
@@ -48,8 +49,10 @@ __all__ = [
     "ParallelSpec",
     "Precision",
     "RunSpec",
+    "SearchSpec",
     "TrainingSpec",
     "WeightSchedule",
+    "WeightedData",
     "load_run",
     "replace_keys",
     "with_data_paths",

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    Tag,
+    model_validator,
+)
 
+from eeplan.errors import SpecError
 from eeplan.schema import Model
 from eeplan.spec.fields import Fraction
 
@@ -18,6 +27,21 @@ matrix; ``block``: a whole transformer layer, RMSNorm, matrix.
 
 
 HEAD_KINDS: tuple[HeadKind, ...] = ("minimal", "norm", "mlp", "block")
+
+
+def _known_head(value: object) -> object:
+    if value != "auto" and value not in HEAD_KINDS:
+        kinds = ", ".join(HEAD_KINDS)
+        raise ValueError(f"{value!r} is no head kind; expected {kinds}, auto, or a list of kinds")
+    return value
+
+
+HeadChoice = Annotated[
+    # Tags in brackets are not taken for keys in error messages.
+    Annotated[HeadKind | Literal["auto"], BeforeValidator(_known_head), Tag("[word]")]
+    | Annotated[tuple[HeadKind, ...], Field(min_length=1), Tag("[kinds]")],
+    Discriminator(lambda value: "[kinds]" if isinstance(value, list | tuple) else "[word]"),
+]
 
 
 Boundary = Literal["before", "after"]
@@ -78,10 +102,33 @@ class ExitsSpec(Model):
     objective: Literal["iteration_time", "decode_speed_up"] = "iteration_time"
     """What placement and ``count: auto`` optimise. ``iteration_time``: the fastest training, with as many
     exits as the limits allow; ``decode_speed_up``: the fastest decoding within the limits, maybe no exit."""
-    head: HeadKind = "norm"
+    head: HeadChoice = "norm"
+    """Of exits that say nothing else. A list, or ``auto`` for all kinds, leaves it to the planner, which
+    takes one kind for all of them. It supposes that tokens leave as early with one kind as with another."""
     untie_exit_output_weights: bool = False
     exit_forward: Literal["auto", "deferred", "eager"] = "auto"
     loss_weights: LossWeightSpec = LossWeightSpec()
+
+    @property
+    def head_kinds(self) -> tuple[HeadKind, ...]:
+        """Kinds that the planner may choose from."""
+        if self.head == "auto":
+            return HEAD_KINDS
+        return self.head if isinstance(self.head, tuple) else (self.head,)
+
+    @property
+    def head_kind(self) -> HeadKind:
+        """The one kind there is.
+
+        Raises:
+            SpecError: it was left to the planner.
+        """
+        kinds = self.head_kinds
+        if len(kinds) > 1:
+            raise SpecError(
+                f"exits.head leaves {', '.join(kinds)} to the planner, but one kind is needed here; name it"
+            )
+        return kinds[0]
 
     @model_validator(mode="after")
     def _count_or_layers(self) -> Self:
@@ -95,4 +142,6 @@ class ExitsSpec(Model):
                     f"exit {request.boundary} layer {request.layer} and exit {other.boundary} layer "
                     f"{other.layer} both read the hidden state after {request.depth} layers; remove one"
                 )
+        if isinstance(self.head, tuple) and len(set(self.head)) < len(self.head):
+            raise ValueError(f"head {list(self.head)} names a kind twice; keep one")
         return self

@@ -17,6 +17,7 @@ from eeplan.spec.fill import FillCounts, FillSpec
 from eeplan.spec.limits import LimitsSpec
 from eeplan.spec.model import ModelSpec
 from eeplan.spec.parallel import ParallelSpec
+from eeplan.spec.search import SearchSpec
 from eeplan.spec.training import TrainingSpec
 
 
@@ -33,6 +34,7 @@ class RunSpec(Model):
     decode: DecodeSpec = DecodeSpec()
     fill: FillSpec = FillSpec()
     limits: LimitsSpec = LimitsSpec()
+    search: SearchSpec = SearchSpec()
 
     @property
     def num_microbatches(self) -> int:
@@ -155,10 +157,7 @@ def load_run(path: Path) -> tuple[RunSpec, str]:
 
 def with_data_paths(run: RunSpec, change: Any) -> RunSpec:
     """The same run with ``change`` applied to its data and tokenizer paths."""
-    data = run.data.model_copy(
-        update={"data_path": change(run.data.data_path), "tokenizer": change(run.data.tokenizer)}
-    )
-    return run.model_copy(update={"data": data})
+    return run.model_copy(update={"data": run.data.with_paths(change)})
 
 
 def replace_keys(run: RunSpec, changes: dict[str, Any]) -> RunSpec:

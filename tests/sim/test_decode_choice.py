@@ -16,7 +16,8 @@ from eeplan.profile import OpProfile
 from eeplan.sim import explain
 from eeplan.sim.choice import Choice, wanted_kinds
 from eeplan.sim.costs import CostModel, cost_model, stage_costs
-from eeplan.sim.decode_choice import SegmentTable, choose_for_decoding, fastest_depths
+from eeplan.sim.decode_choice import choose_for_decoding
+from eeplan.sim.decode_depths import SegmentTable, fastest_depths
 from eeplan.sim.decode_process import DecodeProcess, Exit, decode_process
 from eeplan.sim.inference import decode_prediction, expected_latency
 from eeplan.sim.layout import Layout, uniform_layout
@@ -83,7 +84,7 @@ def model_of(run: RunSpec, profile: OpProfile) -> CostModel:
 
 def chosen(run: RunSpec, usage: Any = None, **decode_costs: Any) -> tuple[Choice, CostModel]:
     model = model_of(run, with_decode_costs(make_profile(run), **decode_costs))
-    return choose_for_decoding(model, usage or UsagePrior()), model
+    return choose_for_decoding([model], usage or UsagePrior()), model
 
 
 def count_decision(choice: Choice) -> Decision:
@@ -185,7 +186,7 @@ def test_limits_bind() -> None:
 def test_without_decode_costs_there_is_nothing_to_optimise() -> None:
     run = make_run(exits={"count": "auto", "objective": "decode_speed_up"})
     with pytest.raises(ProfileError, match=r"no decode costs.*run `eeplan profile`"):
-        choose_for_decoding(model_of(run, make_profile(run)), UsagePrior())
+        choose_for_decoding([model_of(run, make_profile(run))], UsagePrior())
 
 
 def test_a_single_layer_has_no_room() -> None:

@@ -22,7 +22,7 @@ FIXED_SPLITS: list[Any] = ["uniform", [1, 3], [4, 2], [1, 3, 2], [3, 1, 1]]
 def search_of(run: RunSpec, profile: OpProfile, num_exits: int) -> Search:
     model = cost_model(run, profile, layout_of(run), {run.exits.head})
     head = Head(run.exits.head, tied=not run.exits.untie_exit_output_weights)
-    return counted_search(model, num_exits, head, modes_of(run), run.parallel.layer_split == "auto")
+    return counted_search([model], num_exits, lambda _: head, modes_of(run))
 
 
 def as_verdict(run: RunSpec, profile: OpProfile, found: Candidate | None) -> NaiveVerdict:
@@ -145,7 +145,7 @@ def test_given_exits_get_the_split_that_suits_them(
     spots = [(depth, place % 2 == 1) for depth, place in sorted(by_depth.items())]
     layers = [depth if after else depth + 1 for depth, after in spots]
     model = cost_model(run, profile, layout_of(run), {"norm"})
-    search = placed_search(model, [Head("norm", True)] * len(spots), layers, modes_of(run), True)
+    search = placed_search([model], lambda _: [Head("norm", True)] * len(spots), layers, modes_of(run))
     outcome = search.best()
     verdicts = []
     for one in all_verdicts(run, profile, 0, modes_of(run)):
@@ -289,7 +289,7 @@ def test_the_order_of_exit_modes_decides_only_between_equals() -> None:
     head = Head("norm", True)
     times = []
     for modes in (EXIT_FORWARDS, tuple(reversed(EXIT_FORWARDS))):
-        best = counted_search(model, 3, head, modes, False).best().best
+        best = counted_search([model], 3, lambda _: head, modes).best().best
         assert best is not None
         times.append(best.iteration_ns)
     assert times[0] == times[1]
