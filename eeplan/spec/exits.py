@@ -64,6 +64,8 @@ class ExitRequest(Model):
     head: HeadKind | None = None
     tied: bool | None = None
     weight: Fraction | None = None
+    temperature: PositiveFloat | None = None
+    """Divides the logits in this exit's loss; None means ``exits.temperature``."""
 
     @property
     def depth(self) -> int:
@@ -90,6 +92,18 @@ class LossWeightSpec(Model):
     that leave at the exit, summing to scale."""
     scale: PositiveFloat = 1.0
     warmup: WeightSchedule | None = None
+    dynamic: bool = False
+    """Multiply each token's early loss by the highest probability that the exit gives to any token there,
+    taken as a constant (EE-Tuning): tokens that the exit is unsure of count less."""
+
+
+class DistillationSpec(Model):
+    """Early exits learn the final exit's distribution too: weight x temperature^2 x KL(final || exit)."""
+
+    weight: PositiveFloat
+    """Beside the cross entropy, both times the exit's own weight."""
+    temperature: PositiveFloat = 1.0
+    """Divides both exits' logits."""
 
 
 class ExitsSpec(Model):
@@ -108,6 +122,14 @@ class ExitsSpec(Model):
     untie_exit_output_weights: bool = False
     exit_forward: Literal["auto", "deferred", "eager"] = "auto"
     loss_weights: LossWeightSpec = LossWeightSpec()
+    temperature: PositiveFloat = 1.0
+    """Divides the logits in the loss of every exit that names none of its own; decoding does without."""
+    distillation: DistillationSpec | None = None
+
+    def temperature_at(self, depth: int) -> float:
+        """What divides the logits in the loss of the exit after ``depth`` layers."""
+        given = [request.temperature for request in self.layers if request.depth == depth]
+        return next((one for one in given if one is not None), self.temperature)
 
     @property
     def head_kinds(self) -> tuple[HeadKind, ...]:

@@ -45,9 +45,16 @@ class TrainingSpec(Model):
     clip_grad: Fraction = 1.0
     log_interval: PositiveInt = 10
     eval_iters: PositiveInt = 4
-    """Validation microbatch groups evaluated before the first and after the last iteration."""
+    """Global batches of an evaluation: of validation text before the first and after the last iteration, of
+    test text after the last."""
+    eval_interval: PositiveInt | None = None
+    """Iterations between further evaluations; None: none."""
     save_interval: PositiveInt | None = None
     """Iterations between checkpoints; None saves after the last iteration only."""
+    async_save: bool = False
+    """Write checkpoints in the background from a copy in memory, while training goes on."""
+    wandb_project: str | None = None
+    """Also log to this project of Weights & Biases, which must be installed."""
     keep_checkpoints: PositiveInt = 2
     """Newest checkpoints that stay on disk. With two, a damaged newest one still leaves one to go on from."""
 

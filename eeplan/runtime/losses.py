@@ -1,0 +1,152 @@
+"""Losses of exits, and what exits say about every token, where tensor-parallel ranks share the vocabulary.
+
+Each rank holds the logits of its part of the vocabulary; maxima and sums over all of it are all-reduces of
+one number per token. The vocabulary's padding takes part in losses, as in Megatron, and never in judgements.
+
+Shape suffixes: S sequence, B batch, V vocabulary (one tensor-parallel share of it).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLoss:
+    """The loss of one head on one microbatch; scalars."""
+
+    objective: Tensor
+    """What is back-propagated, before the head's weight."""
+    reported: Tensor
+    """Detached mean cross entropy at the head's temperature: what logs show."""
+
+
+def head_loss(
+    logits_SBV: Tensor,
+    labels_BS: Tensor,
+    loss_mask_BS: Tensor,
+    *,
+    temperature: float = 1.0,
+    weighs_tokens: bool = False,
+    teacher_SBV: Tensor | None = None,
+    distillation_weight: float = 0.0,
+    distillation_temperature: float = 1.0,
+) -> HeadLoss:
+    """Mean over unmasked tokens of the cross entropy, weighted and distilled as asked. Overwrites the logits.
+
+    Args:
+        temperature: divides the logits of the cross entropy.
+        weighs_tokens: multiply each token's cross entropy by the detached highest probability that the head
+            gives to any token there (EE-Tuning, arXiv 2402.00518).
+        teacher_SBV: logits of the final exit; adds ``distillation_weight`` times :func:`distillation`.
+    """
+    mask_SB = loss_mask_BS.t()
+    count = mask_SB.sum()
+    distilled = None
+    if teacher_SBV is not None:
+        kl_SB = distillation(logits_SBV, teacher_SBV, distillation_temperature)
+        distilled = distillation_weight * (kl_SB * mask_SB).sum() / count
+    if temperature != 1.0:
+        logits_SBV = logits_SBV / temperature
+    weight_SB = highest_probability(logits_SBV) if weighs_tokens else None
+    entropy_SB = vocab_parallel_cross_entropy(logits_SBV, labels_BS.t().contiguous())
+    mean = (entropy_SB * mask_SB).sum() / count
+    objective = mean if weight_SB is None else (entropy_SB * weight_SB * mask_SB).sum() / count
+    if distilled is not None:
+        objective = objective + distilled
+    return HeadLoss(objective, mean.detach())
+
+
+@torch.no_grad()
+def highest_probability(logits_SBV: Tensor) -> Tensor:
+    """Probability [S, B] of each position's most likely token, padding included; without gradient."""
+    logits_SBV = logits_SBV.float()
+    highest_SB = _reduced(logits_SBV.amax(-1), dist.ReduceOp.MAX)
+    sums_SB = (logits_SBV - highest_SB[..., None]).exp_().sum(-1)
+    return 1.0 / _reduced(sums_SB, dist.ReduceOp.SUM)
+
+
+def distillation(student_SBV: Tensor, teacher_SBV: Tensor, temperature: float) -> Tensor:
+    """T^2 KL(teacher || student) [S, B] of the softmaxes at temperature T (Hinton et al. 2015).
+
+    No gradient flows into the teacher. The factor keeps gradients of the same size at any temperature.
+    """
+    result: Tensor = _Distillation.apply(student_SBV, teacher_SBV, temperature)
+    return result
+
+
+class _Distillation(torch.autograd.Function):
+    """KL divergence whose backward needs one tensor of the logits' size: d/dz = T (softmax - teacher's)."""
+
+    @staticmethod
+    def forward(ctx: Any, student_SBV: Tensor, teacher_SBV: Tensor, temperature: float) -> Tensor:
+        log_p_SBV = _log_softmax(student_SBV, temperature)
+        log_q_SBV = _log_softmax(teacher_SBV, temperature)
+        q_SBV = log_q_SBV.exp()
+        kl_SB = _reduced((q_SBV * (log_q_SBV - log_p_SBV)).sum(-1), dist.ReduceOp.SUM)
+        ctx.save_for_backward(log_p_SBV.exp_().sub_(q_SBV))
+        ctx.temperature, ctx.dtype = temperature, student_SBV.dtype
+        return kl_SB * temperature**2
+
+    @staticmethod
+    def backward(ctx: Any, gradient_SB: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (difference_SBV,) = ctx.saved_tensors
+        return (gradient_SB[..., None] * difference_SBV * ctx.temperature).to(ctx.dtype), None, None
+
+
+def _log_softmax(logits_SBV: Tensor, temperature: float) -> Tensor:
+    """This rank's part of the log-probabilities over the whole vocabulary, in fp32 or wider."""
+    scaled_SBV = logits_SBV.detach().to(torch.promote_types(logits_SBV.dtype, torch.float32)) / temperature
+    scaled_SBV -= _reduced(scaled_SBV.amax(-1), dist.ReduceOp.MAX)[..., None]
+    sums_SB = _reduced(scaled_SBV.exp().sum(-1), dist.ReduceOp.SUM)
+    return scaled_SBV.sub_(sums_SB.log_()[..., None])
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What one head says about each token; all [S, B]."""
+
+    cross_entropy: Tensor
+    """-log probability of the true token, in nats, at temperature 1."""
+    predicted: Tensor
+    """Most likely token (int64), the lowest of equally likely ones."""
+    probability: Tensor
+    """Its probability."""
+
+
+@torch.no_grad()
+def judge_tokens(logits_SBV: Tensor, labels_BS: Tensor, vocab_size: int) -> Judgement:
+    """Judge a head by the real part of the vocabulary; the same on every tensor-parallel rank.
+
+    Args:
+        vocab_size: tokens that there are; logits beyond are padding.
+    """
+    first = parallel_state.get_tensor_model_parallel_rank() * logits_SBV.shape[-1]
+    real = min(max(vocab_size - first, 0), logits_SBV.shape[-1])
+    # A rank may hold nothing but padding; one column that can never win keeps the code below simple.
+    logits_SBV = logits_SBV.float()[..., :real] if real else logits_SBV.float()[..., :1] - torch.inf
+    largest_SB, local_SB = logits_SBV.max(-1)
+    highest_SB = _reduced(largest_SB.clone(), dist.ReduceOp.MAX)
+    mine_SB = torch.where(largest_SB == highest_SB, local_SB + first, torch.iinfo(torch.int64).max)
+    predicted_SB = _reduced(mine_SB, dist.ReduceOp.MIN)
+    sums_SB = _reduced((logits_SBV - highest_SB[..., None]).exp().sum(-1), dist.ReduceOp.SUM)
+    labels_SB = labels_BS.t() - first
+    is_mine_SB = (labels_SB >= 0) & (labels_SB < real)
+    at_label_SB = logits_SBV.gather(-1, labels_SB.clamp(0, logits_SBV.shape[-1] - 1)[..., None])[..., 0]
+    of_label_SB = torch.where(is_mine_SB, at_label_SB - highest_SB, 0.0)
+    log_share_SB = _reduced(of_label_SB, dist.ReduceOp.SUM) - sums_SB.log()
+    return Judgement(-log_share_SB, predicted_SB, 1.0 / sums_SB)
+
+
+def _reduced(tensor: Tensor, op: Any) -> Tensor:
+    """``tensor`` itself, reduced in place over the ranks that share the vocabulary."""
+    if parallel_state.get_tensor_model_parallel_world_size() > 1:
+        dist.all_reduce(tensor, op=op, group=parallel_state.get_tensor_model_parallel_group())
+    return tensor
