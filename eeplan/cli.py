@@ -137,11 +137,11 @@ def plan(
     """Place exits, say why, predict time and memory."""
     from eeplan.files import require_writable_file
     from eeplan.plan import write_plan
+    from eeplan.plan_views import plan_tables
     from eeplan.profile import load_profile
     from eeplan.sim.planner import make_plan
     from eeplan.spec import load_run
     from eeplan.usage import load_usage
-    from eeplan.views import plan_tables
 
     with _work():
         spec, run_sha256 = load_run(run)
@@ -165,12 +165,12 @@ def simulate(
     """Simulate one training iteration of a plan."""
     from eeplan.files import require_writable_file, write_text
     from eeplan.plan import load_plan
+    from eeplan.plan_views import simulation_result, simulation_tables
     from eeplan.sim.ascii import render
     from eeplan.sim.costs import pipeline_costs_of
     from eeplan.sim.engine import simulate as run_simulation
     from eeplan.sim.fill import schedule_of
     from eeplan.sim.trace import perfetto
-    from eeplan.views import simulation_result, simulation_tables
 
     with _work():
         loaded = load_plan(plan)
@@ -183,7 +183,8 @@ def simulate(
     drawing = render(timeline, width) if ascii_art else ""
     if drawing and not as_json:
         print(drawing + "\n")
-    _print(as_json, result | ({"ascii": drawing} if drawing else {}), lambda: simulation_tables(result))
+    shown = result | ({"ascii": drawing} if drawing else {})
+    _print(as_json, shown, lambda: simulation_tables(loaded, result))
 
 
 @app.command()

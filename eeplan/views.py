@@ -15,11 +15,13 @@ from eeplan.report import words
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from eeplan.plan import Plan
+    from rich.table import Table as RichTable
+
     from eeplan.profile import OpProfile
-    from eeplan.timeline import Timeline
 
 _ASCII = str.maketrans({words.THIN: " ", words.MINUS: "-", words.MISSING: "-"})
+_SHORT = 24
+"""Characters of a choice that its reason may follow on the same line."""
 _STATUS_STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
@@ -31,7 +33,9 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     columns: tuple[str, ...] = ()
     sentences: bool = False
-    """Cells from the third on are sentences: plain text gives each its own line."""
+    """Cells are a name, a choice, and sentences about it, which get lines of their own."""
+    notes: tuple[str, ...] = ()
+    """Sentences below the table."""
 
 
 def show(tables: Iterable[Table], stream: TextIO) -> None:
@@ -48,127 +52,20 @@ def plain(table: Table) -> str:
     if table.sentences:
         return "\n".join([table.title, *(line for row in table.rows for line in _with_sentences(table, row))])
     rows = [table.columns, *table.rows] if table.columns else list(table.rows)
-    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(max(map(len, rows), default=0))]
+    widths = _widths(rows)
     lines = ["  " + "  ".join(f"{cell:<{widths[i]}}" for i, cell in enumerate(row)).rstrip() for row in rows]
-    return "\n".join([table.title, *lines])
+    return "\n".join([table.title, *lines, *(f"  {note}" for note in table.notes)])
+
+
+def _widths(rows: Sequence[tuple[str, ...]]) -> list[int]:
+    """Of each column its widest cell."""
+    columns = max(map(len, rows), default=0)
+    return [max(len(row[i]) for row in rows if i < len(row)) for i in range(columns)]
 
 
 def _with_sentences(table: Table, row: tuple[str, ...]) -> list[str]:
     named = zip(table.columns[2:], row[2:], strict=True)
     return [f"  {row[0]}: {row[1]}", *(f"    {name}: {text}" for name, text in named if text)]
-
-
-def plan_tables(plan: Plan) -> tuple[Table, ...]:
-    """Exits, stages, prediction and decisions of a plan."""
-    run, prediction = plan.run, plan.prediction
-    title = (
-        f"plan '{run.name}': {run.model.num_layers} layers on {words.plural(len(plan.stages), 'stage')}, "
-        f"{plan.num_microbatches} x {run.training.micro_batch_size} samples of "
-        f"{run.training.seq_length} tokens per iteration"
-    )
-    exits = tuple(
-        (
-            f"exit_{e.depth}",
-            f"{e.boundary} layer {e.layer}",
-            str(e.stage),
-            e.head,
-            "tied" if e.tied else "untied",
-            f"{e.effective_weight:.3g}",
-        )
-        for e in plan.exits
-    )
-    decisions = tuple((d.subject, d.choice, d.reason, d.rejected) for d in plan.decisions)
-    return (
-        Table(
-            title, exits or (("no early exit",),), ("exit", "reads", "stage", "head", "matrix", "loss weight")
-        ),
-        Table("stages, per microbatch and at the peak", _stage_rows(plan), _STAGE_COLUMNS),
-        Table(
-            "prediction",
-            (
-                ("iteration", _text(words.seconds(prediction.iteration_time_s)), _parts(plan)),
-                (
-                    "without exits",
-                    _text(words.seconds(prediction.baseline_iteration_time_s)),
-                    f"exits cost {_text(words.signed_percent(prediction.time_overhead))}",
-                ),
-                ("throughput", f"{prediction.tokens_per_s:,.0f} tokens/s", ""),
-                (
-                    "idle in the pipeline",
-                    _text(words.percent(prediction.bubble_fraction)),
-                    f"room to fill {prediction.bubble_fill_capacity} partial microbatches per bubble",
-                ),
-                (
-                    "pipeline bound",
-                    _text(words.seconds(prediction.upper_bound_s)),
-                    "never exceeded when messages are free",
-                ),
-            ),
-        ),
-        *(table_of(cells) for cells in decode_views.prediction_cells(plan.decode)),
-        Table("decisions", decisions, ("what", "choice", "why", "best rejected"), sentences=True),
-        *_notes(plan),
-    )
-
-
-_STAGE_COLUMNS = (
-    "stage",
-    "layers",
-    "exits",
-    "forward",
-    "backward",
-    "in flight",
-    "state",
-    "activations",
-    "peak",
-    "free",
-)
-
-
-def _stage_rows(plan: Plan) -> tuple[tuple[str, ...], ...]:
-    return tuple(
-        (
-            str(index),
-            f"{s.first_layer}-{s.last_layer}",
-            ", ".join(map(str, s.exit_depths)) or "-",
-            _text(words.seconds(s.forward_s)),
-            _text(words.seconds(s.backward_s)),
-            str(s.memory.in_flight),
-            _text(words.size(s.memory.state_bytes)),
-            _text(words.size(s.memory.activation_bytes)),
-            _text(words.size(s.memory.peak_bytes)),
-            "-" if s.memory.headroom_bytes is None else _text(words.size(s.memory.headroom_bytes)),
-        )
-        for index, s in enumerate(plan.stages)
-    )
-
-
-def _parts(plan: Plan) -> str:
-    p = plan.prediction
-    parts = (
-        ("pipeline", p.pipeline_s),
-        ("gradient sync", p.grad_sync_s),
-        ("optimizer", p.optimizer_s),
-        ("other", p.overhead_s),
-    )
-    return " + ".join(f"{name} {_text(words.seconds(value))}" for name, value in parts)
-
-
-def _notes(plan: Plan) -> tuple[Table, ...]:
-    certificate = plan.certificate
-    settled = "proved optimal" if certificate.optimal else f"within {100 * certificate.gap:.2g} % of optimal"
-    ties = "" if certificate.ties_settled else "; a better one of equally fast ones is possible"
-    counts = f"{certificate.evaluated:,} judged, {certificate.pruned:,} groups ruled out"
-    rows = [("placement", f"{settled}: {counts} of {_large(certificate.space_size)} candidates{ties}")]
-    if plan.extrapolated_ops:
-        rows.append(("not measured at this size", ", ".join(plan.extrapolated_ops)))
-    if plan.decode and plan.decode.estimated:
-        rows.append(("not measured for decoding", "; ".join(plan.decode.estimated)))
-    return (Table("certificate", tuple(rows)),)
-
-
-def _large(number: int) -> str:
-    return f"{number:,}" if number < 10**9 else f"{float(number):.1e}"
 
 
 def profile_tables(profile: OpProfile) -> tuple[Table, ...]:
@@ -210,50 +107,6 @@ def profile_tables(profile: OpProfile) -> tuple[Table, ...]:
             ),
         ),
         *(table_of(decode_views.costs_cells(costs)) for costs in profile.decode),
-    )
-
-
-def simulation_result(plan: Plan, timeline: Timeline) -> dict[str, Any]:
-    """What `eeplan simulate` reports of one simulated iteration."""
-    pipeline_ns = timeline.pipeline_ns
-    stages = range(timeline.num_stages)
-    return {
-        "pipeline_s": pipeline_ns / 1e9,
-        "predicted_pipeline_s": plan.prediction.pipeline_s,
-        "upper_bound_s": plan.prediction.upper_bound_s,
-        "bubble_fraction": 1 - sum(map(timeline.busy_ns, stages)) / max(1, pipeline_ns * timeline.num_stages),
-        "messages": len(timeline.messages),
-        "stages": [
-            {"busy_s": timeline.busy_ns(s) / 1e9, "peak_bytes": timeline.peak_bytes(s)} for s in stages
-        ],
-    }
-
-
-def simulation_tables(result: Mapping[str, Any]) -> tuple[Table, ...]:
-    """Tables of a :func:`simulation_result`."""
-    pipeline_s = result["pipeline_s"]
-    return (
-        Table(
-            "one simulated iteration",
-            (
-                ("pipeline", _text(words.seconds(pipeline_s))),
-                ("idle", _text(words.percent(result["bubble_fraction"]))),
-                ("messages", str(result["messages"])),
-            ),
-        ),
-        Table(
-            "stages",
-            tuple(
-                (
-                    str(index),
-                    _text(words.seconds(stage["busy_s"])),
-                    _text(words.percent(stage["busy_s"] / pipeline_s if pipeline_s else 0.0)),
-                    _text(words.size(stage["peak_bytes"])),
-                )
-                for index, stage in enumerate(result["stages"])
-            ),
-            ("stage", "busy", "share", "peak"),
-        ),
     )
 
 
@@ -318,24 +171,63 @@ def plain_text(phrase: str) -> str:
 
 
 def _show_rich(tables: Iterable[Table], stream: TextIO) -> None:
-    from rich import box
     from rich.console import Console
+    from rich.padding import Padding
+    from rich.text import Text
+
+    console = Console(file=stream, highlight=False)
+    for index, table in enumerate(tables):
+        if index:
+            console.print()
+        console.print(Text(table.title, style="bold"))
+        console.print(
+            Padding(
+                _rich_sentences(table) if table.sentences else _rich_table(table, console.width - 2),
+                (0, 0, 0, 2),
+            )
+        )
+        for note in table.notes:
+            console.print(Padding(Text(note, style="dim"), (0, 0, 0, 2)))
+
+
+def _rich_table(table: Table, width: int) -> RichTable:
+    """Columns as wide as their cells where all but the last fit, so that only the last may wrap."""
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    console = Console(file=stream)
-    for table in tables:
-        drawn = RichTable(
-            box=box.SIMPLE_HEAD,
-            show_header=bool(table.columns),
-            pad_edge=False,
-        )
-        for index in range(max([len(table.columns), *map(len, table.rows)])):
-            name = table.columns[index] if table.columns else ""
-            drawn.add_column(name, style="cyan" if index == 0 else None, overflow="fold")
-        for row in table.rows:
-            drawn.add_row(*(Text(cell, style=_STATUS_STYLE.get(cell, "")) for cell in row))
-        console.print(Text(table.title, style="bold"), drawn, sep="\n")
+    drawn = RichTable(box=None, show_header=bool(table.columns), pad_edge=False, padding=(0, 2, 0, 0))
+    widths = _widths([table.columns, *table.rows])
+    fits = sum(widths[:-1]) + 2 * len(widths) + min(widths[-1:], default=0) // 3 <= width
+    for index in range(len(widths)):
+        name = table.columns[index] if table.columns else ""
+        style = "cyan" if index == 0 else None
+        keeps = fits and index + 1 < len(widths)
+        drawn.add_column(name, style=style, header_style="dim", overflow="fold", no_wrap=keeps)
+    for row in table.rows:
+        drawn.add_row(*(Text(cell, style=_STATUS_STYLE.get(cell, "")) for cell in row))
+    return drawn
+
+
+def _rich_sentences(table: Table) -> RichTable:
+    """A name on the left; on the right the choice, then its sentences, dim where they say what is not."""
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    drawn = RichTable(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    drawn.add_column(style="cyan", no_wrap=True)
+    drawn.add_column(overflow="fold")
+    for name, choice, *sentences in table.rows:
+        text = Text(choice, style="bold")
+        for heading, sentence in zip(table.columns[2:], sentences, strict=True):
+            if not sentence:
+                continue
+            is_reason = heading == table.columns[2]
+            on_same_line = is_reason and len(choice) <= _SHORT
+            text.append("  " if on_same_line else "\n")
+            style = "not bold" if is_reason else "not bold dim"
+            text.append(sentence if is_reason else f"{heading}: {sentence}", style=style)
+        drawn.add_row(name, text)
+    return drawn
 
 
 def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
