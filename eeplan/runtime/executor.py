@@ -84,6 +84,8 @@ class Channels:
     message_shape: tuple[int, int, int]
     dtype: torch.dtype
     device: torch.device
+    gradient_shape: tuple[int, int, int] | None = None
+    """Of messages backward, where more than the gradient travels; None: ``message_shape``."""
 
 
 class Executor:
@@ -258,7 +260,8 @@ class _Iteration:
         forward = op is Op.RECV_FORWARD
         source = self.channels.previous_rank if forward else self.channels.next_rank
         group = self.channels.forward_group if forward else self.channels.backward_group
+        shape = self.channels.message_shape if forward else self.channels.gradient_shape
         buffer = torch.empty(
-            self.channels.message_shape, dtype=self.channels.dtype, device=self.channels.device
+            shape or self.channels.message_shape, dtype=self.channels.dtype, device=self.channels.device
         )
         self.posted[op] = (dist.irecv(buffer, src=source, group=group, tag=microbatch), buffer, microbatch)

@@ -17,6 +17,8 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
 
+from eeplan.spec import DistillationSpec
+
 
 @dataclass(frozen=True, slots=True)
 class HeadLoss:
@@ -36,8 +38,7 @@ def head_loss(
     temperature: float = 1.0,
     weighs_tokens: bool = False,
     teacher_SBV: Tensor | None = None,
-    distillation_weight: float = 0.0,
-    distillation_temperature: float = 1.0,
+    distillation: DistillationSpec | None = None,
 ) -> HeadLoss:
     """Mean over unmasked tokens of the cross entropy, weighted and distilled as asked. Overwrites the logits.
 
@@ -45,14 +46,15 @@ def head_loss(
         temperature: divides the logits of the cross entropy.
         weighs_tokens: multiply each token's cross entropy by the detached highest probability that the head
             gives to any token there (EE-Tuning, arXiv 2402.00518).
-        teacher_SBV: logits of the final exit; adds ``distillation_weight`` times :func:`distillation`.
+        teacher_SBV: logits of the final exit; with ``distillation`` adds its weight times
+            :func:`distillation_loss` at its temperature.
     """
     mask_SB = loss_mask_BS.t()
     count = mask_SB.sum()
     distilled = None
-    if teacher_SBV is not None:
-        kl_SB = distillation(logits_SBV, teacher_SBV, distillation_temperature)
-        distilled = distillation_weight * (kl_SB * mask_SB).sum() / count
+    if distillation is not None and teacher_SBV is not None:
+        kl_SB = distillation_loss(logits_SBV, teacher_SBV, distillation.temperature)
+        distilled = distillation.weight * (kl_SB * mask_SB).sum() / count
     if temperature != 1.0:
         logits_SBV = logits_SBV / temperature
     weight_SB = highest_probability(logits_SBV) if weighs_tokens else None
@@ -73,7 +75,7 @@ def highest_probability(logits_SBV: Tensor) -> Tensor:
     return 1.0 / _reduced(sums_SB, dist.ReduceOp.SUM)
 
 
-def distillation(student_SBV: Tensor, teacher_SBV: Tensor, temperature: float) -> Tensor:
+def distillation_loss(student_SBV: Tensor, teacher_SBV: Tensor, temperature: float) -> Tensor:
     """T^2 KL(teacher || student) [S, B] of the softmaxes at temperature T (Hinton et al. 2015).
 
     No gradient flows into the teacher. The factor keeps gradients of the same size at any temperature.

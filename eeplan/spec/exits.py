@@ -153,6 +153,15 @@ class ExitsSpec(Model):
         return kinds[0]
 
     @model_validator(mode="after")
+    def _teacher_comes_first(self) -> Self:
+        if self.distillation is not None and self.exit_forward == "eager":
+            raise ValueError(
+                "exit_forward eager runs exits before the final exit has spoken, from which distillation "
+                "learns; leave exit_forward out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _count_or_layers(self) -> Self:
         if self.count is not None and self.layers:
             raise ValueError("give either exits.count or exits.layers, not both")

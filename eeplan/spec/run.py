@@ -76,6 +76,7 @@ class RunSpec(Model):
         if training.min_lr > training.lr:
             raise ValueError(f"training.min_lr {training.min_lr} exceeds training.lr {training.lr}; lower it")
         self._check_exits()
+        self._check_distillation()
         self._check_fill()
         return self
 
@@ -123,6 +124,20 @@ class RunSpec(Model):
             raise ValueError(
                 f"parallel.layer_split {list(split)} gives {len(split)} stages {sum(split)} layers together; "
                 f"expected {stages} numbers that add up to num_layers {layers}"
+            )
+
+    def _check_distillation(self) -> None:
+        if self.exits.distillation is None or self.parallel.pipeline_model_parallel_size == 1:
+            return
+        if self.exits.untie_exit_output_weights or any(one.tied is False for one in self.exits.layers):
+            raise ValueError(
+                "exits.distillation needs the final exit's vocabulary matrix on the stage of every exit; tie "
+                "the exits to it, or set parallel.pipeline_model_parallel_size to 1"
+            )
+        if self.fill.policy != "none":
+            raise ValueError(
+                "exits.distillation cannot teach the partial microbatches of fill, which never reach the "
+                "final exit; set fill.policy to none"
             )
 
     def _check_exits(self) -> None:

@@ -16,6 +16,7 @@ from oracles.naive_losses import LossCase
 from eeplan.runtime.backend import start, stop
 from eeplan.runtime.launch import die_with_parent
 from eeplan.runtime.losses import head_loss, judge_tokens
+from eeplan.spec import DistillationSpec
 
 
 def share(whole: torch.Tensor) -> torch.Tensor:
@@ -28,7 +29,11 @@ def losses(inputs: dict[str, Any], case: LossCase) -> dict[str, torch.Tensor]:
     """Both losses, and the gradient of the first."""
     # A leaf may not be overwritten, so the loss gets a copy.
     logits = share(inputs["logits"]).float().requires_grad_()
-    teacher = share(inputs["teacher"]).float() if case.distillation_weight else None
+    teacher, distilled = share(inputs["teacher"]).float(), None
+    if case.distillation_weight:
+        distilled = DistillationSpec(
+            weight=case.distillation_weight, temperature=case.distillation_temperature
+        )
     loss = head_loss(
         logits.clone(),
         inputs["labels"],
@@ -36,8 +41,7 @@ def losses(inputs: dict[str, Any], case: LossCase) -> dict[str, torch.Tensor]:
         temperature=case.temperature,
         weighs_tokens=case.weighs_tokens,
         teacher_SBV=teacher,
-        distillation_weight=case.distillation_weight,
-        distillation_temperature=case.distillation_temperature,
+        distillation=distilled,
     )
     loss.objective.backward()
     assert logits.grad is not None
