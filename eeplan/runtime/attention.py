@@ -8,10 +8,12 @@ Shape suffixes: S positions, B batch, N query heads, G key/value heads, D channe
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -56,14 +58,18 @@ class SdpaCoreAttention(torch.nn.Module):
             [S, B, N * D].
         """
         query_BNSD, key_BGSD, value_BGSD = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        context_BNSD = scaled_dot_product_attention(
-            query_BNSD,
-            key_BGSD,
-            value_BGSD,
-            dropout_p=self.dropout_p if self.training else 0.0,
-            is_causal=True,
-            scale=self.softmax_scale,
-            enable_gqa=query.shape[2] != key.shape[2],
-        )
+        dropout_p = self.dropout_p if self.training else 0.0
+        # Tensor-parallel ranks hold different heads, and so different masks.
+        own_masks = get_cuda_rng_tracker().fork() if dropout_p else contextlib.nullcontext()
+        with own_masks:
+            context_BNSD = scaled_dot_product_attention(
+                query_BNSD,
+                key_BGSD,
+                value_BGSD,
+                dropout_p=dropout_p,
+                is_causal=True,
+                scale=self.softmax_scale,
+                enable_gqa=query.shape[2] != key.shape[2],
+            )
         seq, batch = query.shape[:2]
         return context_BNSD.permute(2, 0, 1, 3).reshape(seq, batch, -1)

@@ -18,19 +18,18 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from eeplan.plan import Plan
-from eeplan.runtime.attention import SdpaCoreAttention
 from eeplan.runtime.backend import Backend, cuda_names_on_cpu
+from eeplan.runtime.dropout import DropoutPlace, masks_of
+from eeplan.runtime.layers import LayerParts, layer_parts, transformer_config
 from eeplan.runtime.sharding import share_of, whole_shape
 from eeplan.spec import HeadKind, RunSpec
 
@@ -94,51 +93,20 @@ def whole_model_spec(plan: Plan) -> StageSpec:
     )
 
 
-def transformer_config(run: RunSpec, pipeline_model_parallel_size: int) -> TransformerConfig:
-    """megatron-core's configuration of ``run``, without fused kernels that need a GPU."""
-    dtype = torch.bfloat16 if run.training.precision == "bf16" else torch.float32
-    return TransformerConfig(
-        num_layers=run.model.num_layers,
-        hidden_size=run.model.hidden_size,
-        num_attention_heads=run.model.num_attention_heads,
-        num_query_groups=run.model.query_groups,
-        ffn_hidden_size=run.model.ffn_size,
-        kv_channels=run.model.head_dim,
-        normalization="RMSNorm",
-        layernorm_epsilon=run.model.layernorm_epsilon,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
-        tensor_model_parallel_size=run.parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=pipeline_model_parallel_size,
-    )
-
-
 class ExitHead(torch.nn.Module):
     """Hidden states to logits, by head kind (see ``spec.HeadKind``)."""
 
-    def __init__(
-        self, config: TransformerConfig, spec: ExitSpec, layer_spec: ModuleSpec, vocab_size: int
-    ) -> None:
+    def __init__(self, config: TransformerConfig, spec: ExitSpec, parts: LayerParts, vocab_size: int) -> None:
         super().__init__()
         if spec.head == "block":
-            self.block = TransformerLayer(config, layer_spec.submodules, layer_number=spec.depth)
+            self.block = TransformerLayer(config, parts.layer.submodules, layer_number=spec.depth)
         if spec.head == "mlp":
-            self.mlp_norm = _norm(config)
+            self.mlp_norm = torch.nn.Identity() if parts.norm_is_in_linear else _norm(config, parts)
             self.mlp = MLP(
-                config, layer_spec.submodules.mlp.submodules, ffn_hidden_size=config.ffn_hidden_size
+                config, parts.layer.submodules.mlp.submodules, ffn_hidden_size=config.ffn_hidden_size
             )
         if spec.head != "minimal":
-            self.norm = _norm(config)
+            self.norm = _norm(config, parts)
         self.kind = spec.head
         self.output_layer = _output_layer(config, vocab_size, allocate=not spec.tied)
 
@@ -164,11 +132,9 @@ class ExitHead(torch.nn.Module):
 class EarlyExitGPT(GPTModel):
     """One stage of a GPT with early exits. Pieces are exposed; nothing runs by itself."""
 
-    def __init__(self, run: RunSpec, stage: StageSpec, config: TransformerConfig) -> None:
-        layer_spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-        layer_spec.submodules.self_attention.submodules.core_attention = SdpaCoreAttention
+    def __init__(self, run: RunSpec, stage: StageSpec, config: TransformerConfig, parts: LayerParts) -> None:
         block = TransformerBlockSubmodules(
-            layer_specs=[layer_spec] * stage.num_layers, layer_norm=WrappedTorchNorm
+            layer_specs=[parts.layer] * stage.num_layers, layer_norm=parts.norm
         )
         super().__init__(
             config=config,
@@ -184,10 +150,7 @@ class EarlyExitGPT(GPTModel):
         self.stage_spec = stage
         self.run = run
         self.exits = torch.nn.ModuleDict(
-            {
-                str(spec.depth): ExitHead(config, spec, layer_spec, run.padded_vocab_size)
-                for spec in stage.exits
-            }
+            {str(spec.depth): ExitHead(config, spec, parts, run.padded_vocab_size) for spec in stage.exits}
         )
         self.exit_is_tied = {spec.depth: spec.tied for spec in stage.exits}
         self.tied_replica: ColumnParallelLinear | None = None
@@ -209,25 +172,56 @@ class EarlyExitGPT(GPTModel):
         replica = getattr(self, "tied_replica", None)
         return None if replica is None else replica.weight
 
-    def embed(self, tokens_BS: Tensor, position_ids_BS: Tensor) -> Tensor:
+    def embed(
+        self, tokens_BS: Tensor, position_ids_BS: Tensor, dropout: DropoutPlace | None = None
+    ) -> Tensor:
         """Token embeddings [S, B, H]; first stage only."""
-        return self.embedding(input_ids=tokens_BS, position_ids=position_ids_BS)
+        with masks_of(dropout, "embedding", sequence_parallel=self.config.sequence_parallel):
+            return self.embedding(input_ids=tokens_BS, position_ids=position_ids_BS)
 
     def rotary(self, length: int, offset: int = 0) -> Tensor:
         """Rotary angles [length, 1, 1, D] of positions ``offset`` onwards."""
         return self.rotary_pos_emb(length, offset=offset)
 
-    def run_layers(self, hidden_SBH: Tensor, rotary: Tensor, start: int, stop: int) -> Tensor:
-        """Run layers after depth ``start`` up to depth ``stop`` (layers ``start + 1`` to ``stop``)."""
-        base = self.stage_spec.first_layer - 1
-        for layer in self.decoder.layers[start - base : stop - base]:
-            hidden_SBH, _ = layer(hidden_states=hidden_SBH, attention_mask=None, rotary_pos_emb=rotary)
+    def run_layers(
+        self,
+        hidden_SBH: Tensor,
+        rotary: Tensor,
+        start: int,
+        stop: int,
+        dropout: DropoutPlace | None = None,
+    ) -> Tensor:
+        """Run layers after depth ``start`` up to depth ``stop`` (layers ``start + 1`` to ``stop``).
+
+        With full recompute only each layer's input is kept for the backward.
+        """
+        recompute = self.run.training.recompute_granularity == "full" and self.training
+        for layer in range(start + 1, stop + 1):
+            if recompute and torch.is_grad_enabled():
+                # Dropout seeds itself, so random states need not be kept and set again.
+                hidden_SBH = checkpoint(
+                    self._run_layer, hidden_SBH, rotary, layer, dropout,
+                    use_reentrant=False, preserve_rng_state=False,
+                )  # fmt: skip
+            else:
+                hidden_SBH = self._run_layer(hidden_SBH, rotary, layer, dropout)
         return hidden_SBH
 
-    def exit_logits(self, depth: int, hidden_SBH: Tensor, rotary: Tensor) -> Tensor:
-        """Logits [S, B, V] of the early exit at ``depth``."""
+    def _run_layer(
+        self, hidden_SBH: Tensor, rotary: Tensor, layer: int, dropout: DropoutPlace | None
+    ) -> Tensor:
+        module = self.decoder.layers[layer - self.stage_spec.first_layer]
+        with masks_of(dropout, f"layer {layer}", sequence_parallel=self.config.sequence_parallel):
+            hidden_SBH, _ = module(hidden_states=hidden_SBH, attention_mask=None, rotary_pos_emb=rotary)
+        return hidden_SBH
+
+    def exit_logits(
+        self, depth: int, hidden_SBH: Tensor, rotary: Tensor, dropout: DropoutPlace | None = None
+    ) -> Tensor:
+        """Logits [S, B, V] of the early exit at ``depth``; of heads, only a block has dropout."""
         tied = self.shared_embedding_or_output_weight() if self.exit_is_tied[depth] else None
-        return self.exits[str(depth)](hidden_SBH, rotary, tied)
+        with masks_of(dropout, f"exit {depth}", sequence_parallel=self.config.sequence_parallel):
+            return self.exits[str(depth)](hidden_SBH, rotary, tied)
 
     def final_logits(self, hidden_SBH: Tensor) -> Tensor:
         """Logits [S, B, V] of the final head; last stage only."""
@@ -262,7 +256,7 @@ def build_model(run: RunSpec, stage: StageSpec, backend: Backend) -> EarlyExitGP
     """
     config = transformer_config(run, backend.pipeline_size)
     with cuda_names_on_cpu(backend.device):
-        model = EarlyExitGPT(run, stage, config)
+        model = EarlyExitGPT(run, stage, config, layer_parts(backend.device))
     model.to(device=backend.device, dtype=config.params_dtype)
     initialize(model, run)
     return model
@@ -294,12 +288,18 @@ def initialize(model: EarlyExitGPT, run: RunSpec) -> None:
 
 
 def global_name(local_name: str, first_layer: int) -> str:
-    """Name with the layer's index in the whole model (from 0) instead of in the stage."""
-    return re.sub(
+    """Name with the layer's index in the whole model (from 0) instead of in the stage.
+
+    Norms that Transformer Engine keeps in the matrix after them get the names that they have without it.
+    """
+    name = re.sub(
         r"^decoder\.layers\.(\d+)\.",
         lambda match: f"decoder.layers.{int(match.group(1)) + first_layer - 1}.",
         local_name,
     )
+    name = name.replace("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
+    name = re.sub(r"^(exits\.\d+)\.mlp\.linear_fc1\.layer_norm_weight$", r"\1.mlp_norm.weight", name)
+    return name.replace("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
 
 
 def tied_matrix_name(run: RunSpec) -> str:
@@ -309,8 +309,11 @@ def tied_matrix_name(run: RunSpec) -> str:
     return "embedding.word_embeddings.weight"
 
 
-def _norm(config: TransformerConfig) -> torch.nn.Module:
-    return WrappedTorchNorm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+def _norm(config: TransformerConfig, parts: LayerParts) -> torch.nn.Module:
+    norm: torch.nn.Module = parts.norm(
+        config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+    )
+    return norm
 
 
 def _output_layer(config: TransformerConfig, vocab_size: int, *, allocate: bool) -> ColumnParallelLinear:

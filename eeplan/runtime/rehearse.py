@@ -98,9 +98,14 @@ def rehearse(
     predicted = simulate(schedule, costs)
     training, prediction = plan.run.training, plan.prediction
     tail_s = prediction.grad_sync_s + prediction.optimizer_s + prediction.overhead_s
+    shares = plan.run.parallel.tensor_model_parallel_size if plan.run.parallel.sequence_parallel else 1
     script = {
         "iterations": iterations + 1,
-        "message_shape": [training.seq_length, training.micro_batch_size, plan.run.model.hidden_size],
+        "message_shape": [
+            training.seq_length // shares,
+            training.micro_batch_size,
+            plan.run.model.hidden_size,
+        ],
         "precision": training.precision,
         "tail_ns": round(tail_s * 1e9 * time_scale),
         "num_microbatches": schedule.num_microbatches,

@@ -27,6 +27,7 @@ def main(folder: Path) -> None:
 
     from eeplan.runtime.clock import Clock
     from eeplan.runtime.executor import Channels, Executor
+    from eeplan.runtime.precision import dtype_of
 
     script = json.loads((folder / "script.json").read_text())
     wake_on_time()
@@ -39,7 +40,7 @@ def main(folder: Path) -> None:
         previous_rank=stage - 1 if stage > 0 else None,
         next_rank=stage + 1 if stage < last else None,
         message_shape=tuple(script["message_shape"]),
-        dtype=torch.bfloat16 if script["precision"] == "bf16" else torch.float32,
+        dtype=dtype_of(script["precision"]),
         device=torch.device("cpu"),
     )
     schedule = Schedule(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -14,6 +13,7 @@ from eeplan.runtime.clock import Clock
 from eeplan.runtime.executor import Channels, Executor
 from eeplan.runtime.model import EarlyExitGPT, StageSpec, build_model, stage_specs
 from eeplan.runtime.optimizer import Training, make_tied_group
+from eeplan.runtime.precision import dtype_of
 from eeplan.runtime.stage import StageComputation, loss_weights, partial_microbatches
 from eeplan.sim.estimator import check_estimator, corrections_of
 from eeplan.sim.fill import fill_of, schedule_of
@@ -84,12 +84,18 @@ def make_channels(run: RunSpec, backend: Backend) -> Channels:
     pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
     here = backend.pipeline_rank
     training = run.training
+    # With sequence parallelism every tensor-parallel rank sends its share of the positions.
+    shares = run.parallel.tensor_model_parallel_size if run.parallel.sequence_parallel else 1
+    positions, size = training.seq_length // shares, training.micro_batch_size
+    # What the final exit says travels backward with the gradient (stage.StageComputation.backward).
+    back = 2 * positions if run.exits.distillation else positions
     return Channels(
         forward_group=forward_group,
         backward_group=backward_group,
         previous_rank=pipeline[here - 1] if here > 0 else None,
         next_rank=pipeline[here + 1] if here + 1 < len(pipeline) else None,
-        message_shape=(training.seq_length, training.micro_batch_size, run.model.hidden_size),
-        dtype=torch.bfloat16 if training.precision == "bf16" else torch.float32,
+        message_shape=(positions, size, run.model.hidden_size),
+        gradient_shape=(back, size, run.model.hidden_size),
+        dtype=dtype_of(training.precision),
         device=backend.device,
     )

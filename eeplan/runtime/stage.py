@@ -11,14 +11,18 @@ at its last exit, and a truncated microbatch goes through early stages without l
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from torch import Tensor
 
 from eeplan.plan import Plan
-from eeplan.runtime.model import EarlyExitGPT, loss_of
+from eeplan.runtime.dropout import DropoutPlace
+from eeplan.runtime.losses import HeadLoss, head_loss
+from eeplan.runtime.model import EarlyExitGPT
 from eeplan.sim.loss_weights import weight_at
 from eeplan.sim.schedule import Op, Schedule
 from eeplan.spec import ExitForward
@@ -92,8 +96,11 @@ class _InFlight:
     received: Tensor | None
     output: Tensor | None
     part: Part = FULL
+    dropout: DropoutPlace | None = None
     exit_hidden: dict[int, Tensor] = field(default_factory=dict)
-    losses: dict[str, Tensor] = field(default_factory=dict)
+    losses: dict[str, HeadLoss] = field(default_factory=dict)
+    teacher: Tensor | None = None
+    """Normed hidden states [S, B, H] that the final exit reads, where exits are distilled from it."""
 
 
 class StageComputation:
@@ -121,7 +128,15 @@ class StageComputation:
         self.exit_forward = exit_forward
         self.num_microbatches = num_microbatches
         self.parts = dict(parts or {})
+        self.iteration = 1
+        """Which one this is, from 1; dropout depends on it."""
+        self.loss_scale = 1.0
+        """Multiplies every loss (fp16), so that gradients and messages stay in the range of numbers."""
+        self.before_backward: Callable[[int], None] = _nothing
+        """Called with the microbatch before each backward."""
         self._in_flight: dict[int, _InFlight] = {}
+        self._exits = model.run.exits
+        self._distillation = self._exits.distillation
         stage = model.stage_spec
         self._depths = sorted(exit_.depth for exit_ in stage.exits)
         self._first_depth, self._last_depth = stage.first_layer - 1, stage.last_layer
@@ -137,100 +152,130 @@ class StageComputation:
             Hidden states [S, B, H] for the next stage; None on the last, and where a warm-up insert turns.
         """
         part = self.parts.get(microbatch, FULL)
+        dropout = self._dropout_place(microbatch)
         if not part.is_kept:
-            return self._pass_through(received, batch)
+            return self._pass_through(received, batch, dropout)
         if received is None:
-            hidden = self.model.embed(batch.tokens, batch.position_ids)
+            hidden = self.model.embed(batch.tokens, batch.position_ids, dropout)
         else:
             hidden = received.requires_grad_(part.sends_gradient)
-        state = _InFlight(batch, received, output=None, part=part)
-        depth = self._first_depth
+        state = _InFlight(batch, received, output=None, part=part, dropout=dropout)
+        depth, rotary = self._first_depth, self._rotary_angles(batch)
         for exit_depth in self._depths:
-            hidden = self.model.run_layers(hidden, self._rotary_angles(batch), depth, exit_depth)
+            hidden = self.model.run_layers(hidden, rotary, depth, exit_depth, dropout)
             depth = exit_depth
             state.exit_hidden[exit_depth] = hidden
         if not part.turns:
-            hidden = self.model.run_layers(hidden, self._rotary_angles(batch), depth, self._last_depth)
-        if self.exit_forward == "eager":
-            self._run_exits(state)
+            hidden = self.model.run_layers(hidden, rotary, depth, self._last_depth, dropout)
         if self.model.stage_spec.is_last:
-            state.losses[FINAL] = loss_of(self.model.final_logits(hidden), batch.labels, batch.loss_mask)
+            state.losses[FINAL] = head_loss(self.model.final_logits(hidden), batch.labels, batch.loss_mask)
+            if self._distillation is not None:
+                state.teacher = self._normed(hidden)
         elif not part.turns:
             state.output = hidden
+        # After the final head, as when they are deferred: autograd then adds gradients in the same order.
+        if self.exit_forward == "eager":
+            self._run_exits(state)
         self._in_flight[microbatch] = state
         return None if state.output is None else state.output.detach()
 
-    def _pass_through(self, received: Tensor | None, batch: Batch) -> Tensor:
+    def _pass_through(self, received: Tensor | None, batch: Batch, dropout: DropoutPlace | None) -> Tensor:
         """All layers of a stage before the last, no exit, nothing kept."""
         with torch.no_grad():
-            hidden = self.model.embed(batch.tokens, batch.position_ids) if received is None else received
+            hidden = received
+            if hidden is None:
+                hidden = self.model.embed(batch.tokens, batch.position_ids, dropout)
             return self.model.run_layers(
-                hidden, self._rotary_angles(batch), self._first_depth, self._last_depth
+                hidden, self._rotary_angles(batch), self._first_depth, self._last_depth, dropout
             )
 
-    def backward(
-        self, microbatch: int, gradient: Tensor | None, loss_scale: float = 1.0
-    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+    def backward(self, microbatch: int, gradient: Tensor | None) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Back-propagate all losses of the stage and the gradient from the next one in one call.
 
         Args:
             gradient: d(later losses)/d(output) [S, B, H], already scaled; None on the last stage, and where a
-                warm-up insert turns.
-            loss_scale: multiplies every loss of the stage.
+                warm-up insert turns. Where exits are distilled, the final exit's normed hidden states
+                [S, B, H] follow it in the first dimension.
 
         Returns:
-            The gradient [S, B, H] for the previous stage (None on the first, and on the last that a truncated
-            microbatch's backward passes), and the detached, unweighted losses of the stage's heads.
+            The same for the previous stage (None on the first, and on the last that a truncated microbatch's
+            backward passes), and the detached, unweighted losses of the stage's heads.
         """
+        self.before_backward(microbatch)
         state = self._in_flight.pop(microbatch)
+        if self._distillation is not None and gradient is not None:
+            gradient, state.teacher = gradient.chunk(2)
         if self.exit_forward == "deferred":
             self._run_exits(state)
         roots: list[Tensor] = []
         root_gradients: list[Tensor | None] = []
         if state.losses:
-            total = sum(self.weights[name] * loss for name, loss in state.losses.items())
+            total = sum(self.weights[name] * loss.objective for name, loss in state.losses.items())
             assert isinstance(total, Tensor)
             roots.append(total)
-            scale = loss_scale * state.part.loss_factor / self.num_microbatches
+            scale = self.loss_scale * state.part.loss_factor / self.num_microbatches
             root_gradients.append(total.new_full((), scale))
         if state.output is not None:
             roots.append(state.output)
             factor = state.part.received_factor
             root_gradients.append(gradient if gradient is None or factor == 1.0 else gradient * factor)
-        losses = {name: loss.detach() for name, loss in state.losses.items()}
+        losses = {name: loss.reported for name, loss in state.losses.items()}
         state.losses.clear()
         torch.autograd.backward(roots, root_gradients)
-        return None if state.received is None else state.received.grad, losses
-
-    def evaluate(self, received: Tensor | None, batch: Batch) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Forward without gradients: output for the next stage and the losses of every head here."""
-        with torch.no_grad():
-            hidden = self.model.embed(batch.tokens, batch.position_ids) if received is None else received
-            losses: dict[str, Tensor] = {}
-            depth = self._first_depth
-            rotary = self._rotary_angles(batch)
-            for exit_depth in self._depths:
-                hidden = self.model.run_layers(hidden, rotary, depth, exit_depth)
-                depth = exit_depth
-                logits = self.model.exit_logits(exit_depth, hidden, rotary)
-                losses[exit_name(exit_depth)] = loss_of(logits, batch.labels, batch.loss_mask)
-            hidden = self.model.run_layers(hidden, rotary, depth, self._last_depth)
-            if not self.model.stage_spec.is_last:
-                return hidden, losses
-            losses[FINAL] = loss_of(self.model.final_logits(hidden), batch.labels, batch.loss_mask)
-            return None, losses
+        back = None if state.received is None else state.received.grad
+        if back is not None and state.teacher is not None:
+            back = torch.cat((back, state.teacher))
+        return back, losses
 
     def _run_exits(self, state: _InFlight) -> None:
+        teacher = self._teacher_logits(state)
         for depth, hidden in state.exit_hidden.items():
-            logits = self.model.exit_logits(depth, hidden, self._rotary_angles(state.batch))
-            state.losses[exit_name(depth)] = loss_of(logits, state.batch.labels, state.batch.loss_mask)
+            logits = self.model.exit_logits(depth, hidden, self._rotary_angles(state.batch), state.dropout)
+            state.losses[exit_name(depth)] = head_loss(
+                logits,
+                state.batch.labels,
+                state.batch.loss_mask,
+                temperature=self._exits.temperature_at(depth),
+                weighs_tokens=self._exits.loss_weights.dynamic,
+                teacher_SBV=teacher,
+                distillation=self._distillation,
+            )
         state.exit_hidden.clear()
+
+    @torch.no_grad()
+    def _normed(self, hidden: Tensor) -> Tensor:
+        """What the final head multiplies with the vocabulary matrix [S, B, H]."""
+        norm: Any = self.model.decoder.final_layernorm
+        normed: Tensor = norm(hidden.detach())
+        return normed
+
+    @torch.no_grad()
+    def _teacher_logits(self, state: _InFlight) -> Tensor | None:
+        """The final exit's logits [S, B, V], by this stage's copy of the matrix; the same on every stage."""
+        if state.teacher is None or not state.exit_hidden:
+            return None
+        model = self.model
+        heads = [model.exits[str(depth)] for depth in self._depths if model.exit_is_tied[depth]]
+        layer = model.output_layer if model.stage_spec.is_last else heads[0].output_layer
+        logits, _ = layer(state.teacher, weight=model.shared_embedding_or_output_weight())
+        return logits
+
+    def _dropout_place(self, microbatch: int) -> DropoutPlace | None:
+        training = self.model.run.training
+        if training.hidden_dropout == training.attention_dropout == 0.0:
+            return None
+        data_rank = parallel_state.get_data_parallel_rank()
+        return DropoutPlace(training.seed, self.iteration, data_rank, microbatch)
 
     def _rotary_angles(self, batch: Batch) -> Tensor:
         length = batch.tokens.shape[1]
         if self._rotary is None or self._rotary.shape[0] != length:
             self._rotary = self.model.rotary(length)
         return self._rotary
+
+
+def _nothing(microbatch: int) -> None:
+    """Default of ``StageComputation.before_backward``."""
 
 
 def loss_weights(plan: Plan, iteration: int) -> dict[str, float]:

@@ -39,6 +39,12 @@ class Case:
     tensor: int = 1
     data: int = 1
     executor: str = "own"
+    sequence: bool = False
+    """Sequence parallelism."""
+    distributed: bool = False
+    """Distributed optimizer."""
+    overlap: bool = False
+    recompute: str | None = None
 
     @property
     def world_size(self) -> int:
@@ -59,8 +65,12 @@ class Case:
                 "pipeline_model_parallel_size": self.pipeline,
                 "tensor_model_parallel_size": self.tensor,
                 "data_parallel_size": self.data,
+                "sequence_parallel": self.sequence,
+                "use_distributed_optimizer": self.distributed,
+                "overlap_grad_reduce": self.overlap,
             },
             training={
+                "recompute_granularity": self.recompute,
                 "micro_batch_size": 2,
                 "global_batch_size": 2 * self.microbatches * self.data,
                 "seq_length": 16,
@@ -90,6 +100,11 @@ CASES = [
     Case(4, (0, 1, 3), microbatches=2),
     Case(2, (0, 1, 2), tensor=2, untied=False),
     Case(2, (1, 3), data=2),
+    Case(1, (0, 1, 3), tensor=2, sequence=True, untied=True),
+    Case(2, (0, 1, 2), tensor=2, sequence=True, exit_forward="eager", recompute="full"),
+    Case(2, (0, 1, 3), recompute="full"),
+    Case(2, (0, 1, 3), recompute="selective"),
+    Case(2, (0, 1, 3), data=2, overlap=True),
     Case(2, (), executor="stock"),
     Case(4, (), executor="stock"),
     Case(1, (), executor="stock"),
