@@ -13,12 +13,14 @@ import io
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 
 from eeplan.errors import CheckpointError, FileError
 from eeplan.plan import Plan, load_plan, write_plan
@@ -47,6 +49,95 @@ from eeplan.runtime.plan_identity import training_hash
 PLAN, TOKENIZER, RANDOM = "plan.yaml", "tokenizer.json", "random.pt"
 
 
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a checkpoint will hold, as seen by one rank."""
+
+    iteration: int
+    """Iterations done."""
+    plan: Plan
+    tensors: dict[str, Tensor]
+    """Whole, by name."""
+    random_states: dict[str, Any] | None
+    position: Position | None
+
+
+def snapshot(
+    iteration: int,
+    model: EarlyExitGPT,
+    plan: Plan,
+    *,
+    training: Training | None = None,
+    position: Position | None = None,
+    backend: Backend | None = None,
+    copies: bool = False,
+) -> Snapshot:
+    """Take stock of a model; collective over all ranks.
+
+    Args:
+        training: with ``position`` and ``backend``, makes a checkpoint that training can go on from; without
+            it holds the model alone.
+        copies: of all tensors in the CPU's memory, so that training may go on before they are written.
+    """
+    tensors = whole_state(model, training)
+    if copies:
+        tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+    random_states = gather_random_states(backend) if backend else None
+    return Snapshot(iteration, plan, tensors, random_states, position)
+
+
+def write(
+    folder: Path, taken: Snapshot, *, operations: FileOperations | None = None, group: Any = None
+) -> Path:
+    """Write a checkpoint below ``folder``; collective over all ranks.
+
+    Args:
+        folder: the run's ``checkpoints`` folder; its ``latest`` file is moved on afterwards, and all but the
+            newest ``keep_checkpoints`` of the plan's run are removed.
+        group: process group of all ranks to agree in; None is the default one.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        CheckpointError: on every rank, if any rank cannot write (disk full, no permission). What was there
+            before is then still there.
+    """
+    operations = operations or FileOperations()
+    plan, iteration = taken.plan, taken.iteration
+    partial = partial_folder(folder, iteration)
+    try:
+        _on_first_rank(lambda: _prepare(folder, partial, operations), group)
+        writer = operations.tensor_writer(partial)
+        try:
+            dcp.save(dict(taken.tensors), storage_writer=writer, process_group=group)
+        except dcp.CheckpointException as error:
+            # Raised on all ranks, so they can say to each other what went wrong.
+            raise _of_the_disk(writer.problems, group) or error from None
+        facts = {
+            "iteration": iteration,
+            "plan_sha256": plan.content_sha256,
+            "training_sha256": training_hash(plan),
+            "position": taken.position.to_json() if taken.position else None,
+        }
+
+        def finish() -> None:
+            _add_small_files(partial, plan, taken.random_states, operations)
+            commit(folder, iteration, facts, operations, plan.run.training.keep_checkpoints)
+
+        _on_first_rank(finish, group)
+    except OSError as error:
+        if dist.get_rank() == 0:
+            _remove_quietly(partial)
+        kept = checkpoints_in(folder)
+        remains = f"the last one is {kept[0].name}" if kept else "there is none yet"
+        raise CheckpointError(
+            f"checkpoint {folder / folder_name(iteration)} cannot be written "
+            f"({error.strerror or error}); {remains}; make room or permission there and start again"
+        ) from None
+    return folder / folder_name(iteration)
+
+
 def save(
     folder: Path,
     iteration: int,
@@ -58,56 +149,9 @@ def save(
     backend: Backend | None = None,
     operations: FileOperations | None = None,
 ) -> Path:
-    """Write a checkpoint below ``folder``; collective over all ranks.
-
-    Args:
-        folder: the run's ``checkpoints`` folder; its ``latest`` file is moved on afterwards, and all but the
-            newest ``keep_checkpoints`` of the plan's run are removed.
-        iteration: iterations done.
-        training: with ``position`` and ``backend``, makes a checkpoint that training can go on from; without
-            it holds the model alone.
-
-    Returns:
-        The checkpoint's folder.
-
-    Raises:
-        CheckpointError: on every rank, if any rank cannot write (disk full, no permission). What was there
-            before is then still there.
-    """
-    operations = operations or FileOperations()
-    partial = partial_folder(folder, iteration)
-    state: dict[str, Any] = whole_state(model, training)
-    random_states = gather_random_states(backend) if backend else None
-    try:
-        _on_first_rank(lambda: _prepare(folder, partial, operations))
-        writer = operations.tensor_writer(partial)
-        try:
-            dcp.save(state, storage_writer=writer)
-        except dcp.CheckpointException as error:
-            # Raised on all ranks, so they can say to each other what went wrong.
-            raise _of_the_disk(writer.problems) or error from None
-        facts = {
-            "iteration": iteration,
-            "plan_sha256": plan.content_sha256,
-            "training_sha256": training_hash(plan),
-            "position": position.to_json() if position else None,
-        }
-
-        def finish() -> None:
-            _add_small_files(partial, plan, random_states, operations)
-            commit(folder, iteration, facts, operations, plan.run.training.keep_checkpoints)
-
-        _on_first_rank(finish)
-    except OSError as error:
-        if dist.get_rank() == 0:
-            _remove_quietly(partial)
-        kept = checkpoints_in(folder)
-        remains = f"the last one is {kept[0].name}" if kept else "there is none yet"
-        raise CheckpointError(
-            f"checkpoint {folder / folder_name(iteration)} cannot be written "
-            f"({error.strerror or error}); {remains}; make room or permission there and start again"
-        ) from None
-    return folder / folder_name(iteration)
+    """:func:`snapshot` and :func:`write` in one go; collective over all ranks."""
+    taken = snapshot(iteration, model, plan, training=training, position=position, backend=backend)
+    return write(folder, taken, operations=operations)
 
 
 def resolve(path: Path) -> Path:
@@ -203,7 +247,7 @@ def _add_small_files(
     write_plan(partial / PLAN, plan)
 
 
-def _on_first_rank(work: Callable[[], None]) -> None:
+def _on_first_rank(work: Callable[[], None], group: Any) -> None:
     """Run ``work`` on rank 0 while the others wait; an error of the disk there is raised on all."""
     outcome: list[Any] = [None]
     if dist.get_rank() == 0:
@@ -213,16 +257,16 @@ def _on_first_rank(work: Callable[[], None]) -> None:
             outcome[0] = (error.errno, error.strerror or str(error))
         except FileError as error:
             outcome[0] = (errno.EIO, str(error))
-    dist.broadcast_object_list(outcome, src=0)
+    dist.broadcast_object_list(outcome, src=0, group=group)
     if outcome[0] is not None:
         raise OSError(*outcome[0])
 
 
-def _of_the_disk(problems: list[OSError]) -> OSError | None:
+def _of_the_disk(problems: list[OSError], group: Any) -> OSError | None:
     """The first error that the disk of any rank reported; collective."""
     mine = (problems[0].errno, problems[0].strerror or str(problems[0])) if problems else None
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
+    dist.all_gather_object(gathered, mine, group=group)
     return next((OSError(*problem) for problem in gathered if problem is not None), None)
 
 

@@ -11,16 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from eeplan.errors import Preempted
 from eeplan.plan import Plan, write_plan
 from eeplan.runtime import checkpoint, resume
 from eeplan.runtime.backend import stop
-from eeplan.runtime.batches import BatchStream, Microbatch, build_batches
+from eeplan.runtime.background_save import BackgroundSaver
+from eeplan.runtime.batches import BatchStream, build_batches
 from eeplan.runtime.dataset_files import check_data
+from eeplan.runtime.evaluation import (
+    PART_NAMES,
+    Evaluator,
+    evaluators,
+    head_names,
+    mean_losses,
+    on_device,
+    write_quality,
+)
 from eeplan.runtime.executor import IterationRecord, MarkedSpan
 from eeplan.runtime.guard import Guard
 from eeplan.runtime.memory import AllocationTrace, peak_resident_bytes, trace_allocations
@@ -32,7 +40,8 @@ from eeplan.runtime.recording import (
     write_measurements,
 )
 from eeplan.runtime.setup import Rank, set_up
-from eeplan.runtime.stage import FINAL, Batch, exit_name, loss_weights
+from eeplan.runtime.stage import Batch, loss_weights
+from eeplan.runtime.wandb_log import WandbLog
 
 WARM_UP_ITERATIONS = 2
 """Untimed after a start: first touches of memory, lazily created optimizer state. In the iteration after them
@@ -92,20 +101,27 @@ def train(
             training.global_batch_size,
             samples_per_iteration=samples,
             after_iteration=progress.done or None,
+            wandb=WandbLog(training.wandb_project, plan, out) if training.wandb_project else None,
         )
         if not progress.done:
             # Of a model that knows which dataset a text is from, and the frequencies of words there.
             shares = [one.weight for one in plan.run.data.datasets]
             entropies = [summary.unigram_entropy_nats for summary in summaries]
             writer.reference(sum(a * b for a, b in zip(shares, entropies, strict=True)))
+    parts = evaluators(rank)
     if not progress.done:
-        _validate(rank, writer, 0)
+        _evaluate(rank, parts.get("valid"), writer, 0, out)
     guard = Guard(stop_is_requested)
+    saver = BackgroundSaver() if training.async_save else None
     for iteration in range(progress.done + 1, training.train_iters + 1):
         _iterate(rank, stream, iteration, writer, progress, guard)
         if iteration < training.train_iters:
-            _save_if_due(rank, stream, iteration, out, guard.stops)
-    _validate(rank, writer, training.train_iters)
+            if training.eval_interval is not None and iteration % training.eval_interval == 0:
+                # Before saving, so that whoever goes on from there need not evaluate again.
+                _evaluate(rank, parts.get("valid"), writer, iteration, out)
+            _save_if_due(rank, stream, iteration, out, saver, guard.stops)
+    _evaluate(rank, parts.get("valid"), writer, training.train_iters, out)
+    _evaluate(rank, parts.get("test"), writer, training.train_iters, out)
     # Measurements first: who finds the last checkpoint finds them too.
     write_measurements(
         out,
@@ -122,7 +138,7 @@ def train(
     )
     if writer is not None:
         writer.close()
-    _save(rank, stream, training.train_iters, out)
+    _save(rank, stream, training.train_iters, out, saver, waits=True)
     stop()
 
 
@@ -138,26 +154,45 @@ def _go_on(rank: Rank, stream: BatchStream, out: Path, restart: bool) -> int:
     return found.position.iteration
 
 
-def _save_if_due(rank: Rank, stream: BatchStream, iteration: int, out: Path, stops: bool) -> None:
+def _save_if_due(
+    rank: Rank, stream: BatchStream, iteration: int, out: Path, saver: BackgroundSaver | None, stops: bool
+) -> None:
     interval = rank.plan.run.training.save_interval
+    if saver is not None:
+        saver.check()
     if stops or (interval is not None and iteration % interval == 0):
-        _save(rank, stream, iteration, out)
+        _save(rank, stream, iteration, out, saver, waits=stops)
     if stops:
         _say(rank, f"stopped on request after iteration {iteration}, which is saved")
         stop()
         raise Preempted(f"training was stopped after iteration {iteration}; the same command goes on")
 
 
-def _save(rank: Rank, stream: BatchStream, iteration: int, out: Path) -> None:
-    checkpoint.save(
-        out / "checkpoints",
+def _save(
+    rank: Rank,
+    stream: BatchStream,
+    iteration: int,
+    out: Path,
+    saver: BackgroundSaver | None = None,
+    *,
+    waits: bool = False,
+) -> None:
+    """Save now, or from a copy by ``saver`` meanwhile; ``waits`` until it is done. Collective."""
+    taken = checkpoint.snapshot(
         iteration,
         rank.model,
         rank.plan,
         training=rank.training,
         position=resume.position_of(rank, stream, iteration),
         backend=rank.backend,
+        copies=saver is not None and not waits,
     )
+    if saver is None:
+        checkpoint.write(out / "checkpoints", taken)
+        return
+    saver.save(out / "checkpoints", taken)
+    if waits:
+        saver.wait()
 
 
 def _say(rank: Rank, text: str) -> None:
@@ -207,7 +242,7 @@ def _train_step(
     record = rank.executor.run(lambda m: on_device(stream.read(m), rank.backend.device))
     stream.advance(rank.schedule.num_microbatches)
     computed = clock.mark()
-    (guard or Guard()).check(iteration, record, rank.training, _head_names(rank.plan))
+    (guard or Guard()).check(iteration, record, rank.training, head_names(rank.plan))
     rank.training.synchronize_gradients()
     synchronised = clock.mark()
     step = rank.training.step()
@@ -231,18 +266,16 @@ def _train_step(
     return trace, values
 
 
-def _validate(rank: Rank, writer: MetricsWriter | None, iteration: int) -> None:
-    """Mean loss of every head over the same validation microbatches each time; collective."""
-    run = rank.plan.run
-    if float(run.data.split.split(",")[1]) == 0:
+def _evaluate(
+    rank: Rank, evaluator: Evaluator | None, writer: MetricsWriter | None, iteration: int, out: Path
+) -> None:
+    """Judge every head on held-out text, log it, and leave it in the run folder; collective."""
+    if evaluator is None:
         return
-    stream = build_batches(run, rank_info=rank.backend, split="valid")
-    record = IterationRecord()
-    for index in range(len(stream)):
-        record.losses.append(_evaluate_one(rank, index, next_batch(stream, rank.backend.device)))
-    losses = _mean_losses(rank, record)
+    evaluated = evaluator.run(iteration)
     if writer is not None:
-        writer.validation(iteration, losses)
+        quality = write_quality(out, rank.plan, evaluated) if evaluated.part == "valid" else None
+        writer.evaluation(PART_NAMES[evaluated.part], iteration, evaluated.losses, quality)
 
 
 def next_batch(stream: BatchStream, device: torch.device) -> Batch:
@@ -250,44 +283,13 @@ def next_batch(stream: BatchStream, device: torch.device) -> Batch:
     return on_device(next(stream), device)
 
 
-def on_device(microbatch: Microbatch, device: torch.device) -> Batch:
-    """A microbatch where the model is."""
-    return Batch(
-        tokens=microbatch["tokens"].to(device),
-        labels=microbatch["labels"].to(device),
-        loss_mask=microbatch["loss_mask"].to(device),
-        position_ids=microbatch["position_ids"].to(device),
-    )
-
-
-def _evaluate_one(rank: Rank, index: int, batch: Batch) -> dict[str, Tensor]:
-    channels = rank.channels
-    received = None
-    if channels.previous_rank is not None:
-        received = torch.empty(channels.message_shape, dtype=channels.dtype, device=channels.device)
-        dist.recv(received, src=channels.previous_rank, group=channels.forward_group, tag=index)
-    output, losses = rank.computation.evaluate(received, batch)
-    if output is not None:
-        dist.send(output.contiguous(), dst=channels.next_rank, group=channels.forward_group, tag=index)
-    return losses
-
-
 def _mean_losses(rank: Rank, record: IterationRecord) -> dict[str, float]:
-    """Mean loss of every head on every rank: sums over stages, means over microbatches and replicas."""
-    names = _head_names(rank.plan)
-    sums = torch.zeros(len(names), dtype=torch.float64, device=rank.backend.device)
+    """Mean loss of every head over the iteration's microbatches, on every rank."""
+    by_name: dict[str, list[Tensor]] = {}
     for losses in record.losses:
         for name, loss in losses.items():
-            sums[names.index(name)] += loss.double()
-    sums /= max(1, len(record.losses))
-    dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())
-    dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
-    return dict(zip(names, (sums / rank.backend.data_size).tolist(), strict=True))
-
-
-def _head_names(plan: Plan) -> list[str]:
-    """Names of all losses, from the first layer up."""
-    return [exit_name(exit_.depth) for exit_ in plan.exits] + [FINAL]
+            by_name.setdefault(name, []).append(loss)
+    return mean_losses(rank, by_name)
 
 
 def _live_bytes(allocations: AllocationTrace, state_bytes: int) -> list[tuple[int, int]]:

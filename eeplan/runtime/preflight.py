@@ -6,6 +6,7 @@ Imports neither torch nor megatron-core.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
 
 from eeplan.console import Progress, follow_training
@@ -28,6 +29,19 @@ def require_runtime() -> None:
             raise LaunchError(f"{name} is not installed; install the extra: pip install 'eeplan[runtime]'")
 
 
+def require_wandb(plan: Plan) -> None:
+    """Refuse to start without wandb where the plan logs there.
+
+    Raises:
+        LaunchError: it is not installed.
+    """
+    if plan.run.training.wandb_project is not None and importlib.util.find_spec("wandb") is None:
+        raise LaunchError(
+            "training.wandb_project is set, but wandb is not installed; run pip install wandb, or leave the "
+            "key out"
+        )
+
+
 def check_training(plan_path: Path, out: Path, nproc: int | None = None) -> Plan:
     """Everything about a training job that can be wrong before it starts.
 
@@ -43,18 +57,40 @@ def check_training(plan_path: Path, out: Path, nproc: int | None = None) -> Plan
         FileError, SchemaError, PlanError, DataError, LaunchError.
     """
     plan = load_plan(plan_path)
-    world_size = plan.run.parallel.world_size
-    if nproc is not None and nproc != world_size:
-        parallel = plan.run.parallel
-        raise LaunchError(
-            f"--nproc is {nproc}; the plan needs {world_size} processes "
-            f"(pipeline {parallel.pipeline_model_parallel_size} x tensor "
-            f"{parallel.tensor_model_parallel_size} x data {parallel.data_parallel_size}); leave --nproc out"
-        )
+    if nproc is not None and nproc != plan.run.parallel.world_size:
+        raise LaunchError(f"--nproc is {nproc}; {_processes(plan)}; leave --nproc out")
     check_data(plan.run)
     require_folder_for(plan, out)
     require_runtime()
+    require_wandb(plan)
     return plan
+
+
+def check_ranks(plan: Plan, environment: Mapping[str, str]) -> None:
+    """Whether this process is one of as many as the plan needs, by what torchrun says.
+
+    Raises:
+        LaunchError: it is not.
+    """
+    started = environment.get("WORLD_SIZE")
+    if started is None:
+        raise LaunchError(
+            "this is a worker of torchrun, which has not started it; run eeplan train, or torchrun … -m "
+            "eeplan.runtime.train"
+        )
+    if started != str(plan.run.parallel.world_size):
+        raise LaunchError(
+            f"torchrun started {started} processes on all nodes together; {_processes(plan)}; set "
+            "--nnodes and --nproc-per-node accordingly"
+        )
+
+
+def _processes(plan: Plan) -> str:
+    parallel = plan.run.parallel
+    return (
+        f"the plan needs {parallel.world_size} processes (pipeline {parallel.pipeline_model_parallel_size} x "
+        f"tensor {parallel.tensor_model_parallel_size} x data {parallel.data_parallel_size})"
+    )
 
 
 def require_folder_for(plan: Plan, out: Path) -> None:

@@ -22,6 +22,7 @@ from eeplan.files import write_text
 from eeplan.runtime.backend import Backend, software
 from eeplan.runtime.clock import Clock
 from eeplan.runtime.executor import IterationRecord, MarkedSpan
+from eeplan.runtime.wandb_log import WandbLog
 from eeplan.timeline import Direction, MemorySample, Message, Span, SpanKind, Timeline
 
 MAX_TIMELINES = 12
@@ -141,7 +142,9 @@ class MetricsWriter:
         global_batch_size: int,
         samples_per_iteration: int | None = None,
         after_iteration: int | None = None,
+        wandb: WandbLog | None = None,
     ) -> None:
+        self._wandb = wandb
         out.mkdir(parents=True, exist_ok=True)
         if after_iteration is not None:
             # Goes on from there: what was recorded later happens again.
@@ -165,10 +168,9 @@ class MetricsWriter:
         """One iteration: ``losses``, ``lr``, ``grad_norm``, ``iteration_time_s``, ``tokens_per_s``."""
         samples = iteration * self._samples_per_iteration
         self._write({"kind": "train", "iteration": iteration, "consumed_samples": samples, **values})
-        for name, loss in values["losses"].items():
-            self._board.add_scalar(f"train/{name} loss", loss, iteration)
-        for key in ("lr", "grad_norm", "iteration_time_s", "tokens_per_s"):
-            self._board.add_scalar(f"train/{key}", values[key], iteration)
+        losses = {f"train/{name} loss": loss for name, loss in values["losses"].items()}
+        keys = ("lr", "grad_norm", "iteration_time_s", "tokens_per_s")
+        self._plot(iteration, losses | {f"train/{key}": values[key] for key in keys})
         if print_line:
             self._say(
                 f"iteration {iteration:8d}/{self._train_iters:8d} | consumed samples: {samples:12d} | "
@@ -177,17 +179,49 @@ class MetricsWriter:
                 f"{_loss_text(values['losses'])} | grad norm: {values['grad_norm']:.3f} |"
             )
 
-    def validation(self, iteration: int, losses: Mapping[str, float]) -> None:
-        """Validation losses of every head."""
-        self._write({"kind": "validation", "iteration": iteration, "losses": dict(losses)})
-        for name, loss in losses.items():
-            self._board.add_scalar(f"validation/{name} loss", loss, iteration)
-        self._say(f"validation loss at iteration {iteration} | {_loss_text(losses)} |")
+    def evaluation(
+        self,
+        part: str,
+        iteration: int,
+        losses: Mapping[str, float],
+        quality: Mapping[str, Mapping[str, float]] | None,
+    ) -> None:
+        """Losses of every head on one part of the data, and what the heads are worth there."""
+        self._write({"kind": part, "iteration": iteration, "losses": dict(losses)})
+        self._plot(iteration, {f"{part}/{name} loss": loss for name, loss in losses.items()})
+        self._say(f"{part} loss at iteration {iteration} | {_loss_text(losses)} |")
+        if quality is None:
+            return
+        self._write({"kind": "quality", "part": part, "iteration": iteration, "exits": quality})
+        self._plot(
+            iteration,
+            {
+                f"{part}/{name} {key.replace('_', ' ')}": value
+                for name, measures in quality.items()
+                for key, value in measures.items()
+            },
+        )
+        worth = [
+            f"{name.replace('_', ' ')} agrees with final: {measures['agreement_with_final']:.1%}, "
+            f"calibration error: {measures['calibration_error']:.4f}"
+            for name, measures in quality.items()
+            if name != "final"
+        ]
+        if worth:
+            self._say(f"{part} quality at iteration {iteration} | {' | '.join(worth)} |")
 
     def close(self) -> None:
         """Flush and close all files."""
         self._file.close()
         self._board.close()
+        if self._wandb is not None:
+            self._wandb.close()
+
+    def _plot(self, iteration: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._board.add_scalar(name, value, iteration)
+        if self._wandb is not None:
+            self._wandb.log(iteration, values)
 
     def _write(self, record: dict[str, Any]) -> None:
         self._file.write(json.dumps(record) + "\n")

@@ -154,6 +154,6 @@ def start_over(out: Path) -> None:
         shutil.rmtree(hidden, ignore_errors=True)
         os.replace(checkpoints, hidden)
         shutil.rmtree(hidden)
-    for name in ("metrics.jsonl", "measured.json", "timelines.json"):
+    for name in ("metrics.jsonl", "measured.json", "timelines.json", "evaluation.json", "usage.yaml"):
         (out / name).unlink(missing_ok=True)
     shutil.rmtree(out / "tensorboard", ignore_errors=True)

@@ -256,7 +256,7 @@ class StageComputation:
             return None
         model = self.model
         heads = [model.exits[str(depth)] for depth in self._depths if model.exit_is_tied[depth]]
-        layer = model.output_layer if model.stage_spec.is_last else heads[0].output_layer
+        layer: Any = model.output_layer if model.stage_spec.is_last else heads[0].output_layer
         logits, _ = layer(state.teacher, weight=model.shared_embedding_or_output_weight())
         return logits
 

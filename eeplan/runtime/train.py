@@ -1,17 +1,22 @@
 """Worker entry: ``torchrun … -m eeplan.runtime.train PLAN --out DIR`` executes a plan on every rank.
 
-``eeplan train`` starts it; nothing here knows about process management beyond dying with its parent.
+``eeplan train`` starts it on one machine. On several, start torchrun on each with its own rendezvous options;
+data and ``--out`` must be on a file system that all of them see. Nothing here knows about process management
+beyond dying with its parent.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from pathlib import Path
 
 from eeplan.errors import EeplanError, Preempted
+from eeplan.plan import load_plan
 from eeplan.runtime.launch import die_with_parent
+from eeplan.runtime.preflight import check_ranks, require_folder_for, require_wandb
 from eeplan.runtime.stopping import STOP_SIGNALS, stop_requests
 
 
@@ -28,12 +33,16 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         with stop_requests() as request:
+            plan = load_plan(arguments.plan)
+            check_ranks(plan, os.environ)
+            if os.environ.get("RANK") == "0":
+                require_folder_for(plan, arguments.out)
+                require_wandb(plan)
             # Heavy imports only now, so that an orphaned worker ends before it loads torch.
-            from eeplan.plan import load_plan
             from eeplan.runtime.loop import train
 
             train(
-                load_plan(arguments.plan),
+                plan,
                 arguments.out,
                 restart=arguments.restart,
                 stop_is_requested=lambda: request.is_made,

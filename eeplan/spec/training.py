@@ -54,7 +54,7 @@ class TrainingSpec(Model):
     async_save: bool = False
     """Write checkpoints in the background from a copy in memory, while training goes on."""
     wandb_project: str | None = None
-    """Also log to this project of Weights & Biases, which must be installed."""
+    """Also log to this project of Weights & Biases; ``wandb`` must be installed."""
     keep_checkpoints: PositiveInt = 2
     """Newest checkpoints that stay on disk. With two, a damaged newest one still leaves one to go on from."""
 

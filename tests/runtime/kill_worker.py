@@ -25,6 +25,7 @@ import torch
 from eeplan.errors import CheckpointError
 from eeplan.plan import Plan, load_plan
 from eeplan.runtime import checkpoint, resume
+from eeplan.runtime.background_save import BackgroundSaver
 from eeplan.runtime.checkpoint_files import FileOperations, verify
 from eeplan.runtime.checkpoint_state import Position
 from eeplan.runtime.launch import die_with_parent
@@ -45,18 +46,30 @@ def save_all(plan: Plan, folder: Path, iterations: list[int], operations: FileOp
     rank = set_up(plan)
     if operations and operations.before.__name__ == "at_a_moment":
         operations.before("start", folder)
+    in_background = plan.run.training.async_save
     for iteration in iterations:
         position = Position(iteration, 4 * iteration, 4 * iteration, 0, loss_weights(plan, iteration + 1))
-        checkpoint.save(
-            folder,
+        taken = checkpoint.snapshot(
             iteration,
             rank.model,
             plan,
             training=rank.training,
             position=position,
             backend=rank.backend,
-            operations=operations if iteration == iterations[-1] else None,
+            copies=in_background,
         )
+        mine = operations if iteration == iterations[-1] else None
+        if not in_background:
+            checkpoint.write(folder, taken, operations=mine)
+            continue
+        saver = BackgroundSaver(mine)
+        saver.save(folder, taken)
+        while saver.is_busy:
+            # What is being saved changes meanwhile, as in training.
+            with torch.no_grad():
+                for parameter in rank.model.parameters():
+                    parameter.add_(1.0)
+        saver.wait()
 
 
 def fork_ranks(plan: Plan, work: Callable[[int], Any]) -> list[int]:

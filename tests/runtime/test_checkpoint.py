@@ -270,6 +270,9 @@ def other_plan(world: World, folder: Path, **overrides: Any) -> Plan:
         {"exits": {"layers": [{"layer": 1, "weight": 0.31}]}},
         {"exits": {"layers": [{"layer": 1, "weight": 0.3, "head": "mlp"}]}},
         {"exits": {**EXITS, "loss_weights": {"warmup": {"init": 0.5, "iters": 2}}}},
+        {"exits": {**EXITS, "loss_weights": {"dynamic": True}}},
+        {"exits": {**EXITS, "distillation": {"weight": 0.5}}},
+        {"exits": {**EXITS, "temperature": 2.0}},
     ],
 )
 def test_a_plan_that_learns_something_else_is_refused(
@@ -285,7 +288,8 @@ def test_a_plan_that_learns_something_else_is_refused(
         {"parallel__pipeline_model_parallel_size": 2},
         {"parallel__tensor_model_parallel_size": 2},
         {"parallel__data_parallel_size": 2},
-        {"training__save_interval": 1, "training__log_interval": 3},
+        {"training__save_interval": 1, "training__log_interval": 3, "training__async_save": True},
+        {"training__eval_interval": 1, "training__wandb_project": "somewhere"},
     ],
 )
 def test_a_plan_of_another_layout_may_go_on(world: World, tmp_path: Path, change: dict[str, Any]) -> None:

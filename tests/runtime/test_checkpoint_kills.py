@@ -62,6 +62,20 @@ def test_killed_at_a_file_operation(tmp_path: Path) -> None:
     assert {"mkdir", "open", "write", "fsync", "rename", "remove"} <= kinds
 
 
+def test_killed_while_training_goes_on(tmp_path: Path) -> None:
+    """Saved in the background; the whole process dies, whichever thread is at work."""
+    records = killed_saves(tmp_path, 10, limit_s=150, training__async_save=True)
+    check(records, 10)
+    assert {record["iteration"] for record in records[1:]} == {2, 3}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_killed_at_every_kind_of_moment_in_the_background(tmp_path: Path) -> None:
+    two = {"parallel__pipeline_model_parallel_size": 2, "training__async_save": True}
+    check(killed_saves(tmp_path, 200, limit_s=1500, **two), 200)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_killed_at_every_kind_of_moment_on_two_stages(tmp_path: Path) -> None:

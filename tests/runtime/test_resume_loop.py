@@ -46,6 +46,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
         training__save_interval=2,
         training__lr=0.01,
         training__eval_iters=1,
+        training__eval_interval=2,
         exits={"layers": [{"layer": 1}]},
     )
     write_plan(folder / "plan.yaml", make_plan(run))
@@ -97,7 +98,11 @@ def check_equal_runs(run: Path, pristine: Path) -> None:
         for at in (run, pristine / "run")
     )
     assert ours_logged == theirs_logged
-    assert records(run, "validation") == records(pristine / "run", "validation")
+    for kind, least in (("validation", 4), ("quality", 4)):
+        assert len(records(run, kind)) >= least
+        assert records(run, kind) == records(pristine / "run", kind)
+    for name in ("evaluation.json", "usage.yaml"):
+        assert (run / name).read_bytes() == (pristine / "run" / name).read_bytes()
 
 
 def test_a_finished_run_has_nothing_left_to_do(

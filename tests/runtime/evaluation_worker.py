@@ -1,0 +1,48 @@
+"""The ranks of test_evaluation: one model evaluated in several layouts.
+
+Run as ``python -m evaluation_worker FOLDER LAYOUT...``; FOLDER has ``LAYOUT.yaml``, the plan of each, and
+gets a folder of that name with what rank 0 would leave in a run folder.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from eeplan.plan import load_plan
+from eeplan.runtime import evaluation
+from eeplan.runtime.backend import stop
+from eeplan.runtime.launch import die_with_parent
+from eeplan.runtime.setup import set_up
+
+
+def main(folder: str, *layouts: str) -> None:
+    die_with_parent()
+    torch.set_num_threads(1)
+    for layout in layouts:
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+        rank = set_up(load_plan(Path(folder) / f"{layout}.yaml"))
+        before = torch.get_rng_state()
+        evaluator = evaluation.evaluators(rank)["valid"]
+        first, again = evaluator.run(3), evaluator.run(3)
+        assert first.losses == again.losses, "the same text each time"
+        assert rank.model.training
+        assert torch.equal(torch.get_rng_state(), before), "training goes on as if nothing had been evaluated"
+        out = Path(folder) / layout
+        if dist.get_rank() == 0:
+            out.mkdir()
+            kept = evaluation.write_quality(out, rank.plan, first)
+            (out / "kept.json").write_text(json.dumps(kept))
+        else:
+            assert first.outcomes is None
+    stop()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
