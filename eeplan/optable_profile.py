@@ -3,7 +3,8 @@
 Taken from the table: times of embedding, layers and head; kept bytes where it has them. Derived:
 
 - exit heads, which no table knows, from the output head and shares of a layer: ``extrapolated``;
-- a microbatch size that was not measured, on the line through its neighbours: ``extrapolated``;
+- the run's microbatch size beyond all measured ones, on the line through the nearest two: ``extrapolated``
+  (between them look-ups interpolate, and say so);
 - kept bytes of a table without any, from tensor shapes: ``extrapolated``;
 - temporaries, links, base memory: not part of any op's mark, so ``software["assumed"]`` names them.
 """
@@ -101,8 +102,10 @@ def profile_from_table(
     if check_model:
         _require_same_model(table, run)
     wanted = run.training.micro_batch_size
+    # Between measured sizes whoever looks up a cost interpolates.
+    beyond = set() if measured[0] <= wanted <= measured[-1] else {wanted}
     ops: list[OpCost] = []
-    for size in sorted({*measured, wanted}):
+    for size in sorted({*measured, *beyond}):
         ops += _ops_of_size(table, run, size)
     base = cluster.process_base_bytes
     return OpProfile(

@@ -1,35 +1,24 @@
-"""Op costs at sizes next to the measured ones: another microbatch, another vocabulary. All marked.
+"""Op costs for another vocabulary than the measured one, marked.
 
-A sweep asks for many sizes, a profile holds few. What can be told from its neighbours is derived here, with
+A sweep asks for many vocabularies, a profile holds one. What heads cost with others is derived here, with
 ``extrapolated`` set, so that no derived number passes for a measured one.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
-
-from eeplan.errors import ProfileError
-from eeplan.profile import ModelShape, OpCost, OpName, OpProfile, Timing
+from eeplan.profile import SECONDS, ModelShape, OpCost, OpName, OpProfile, Timing, timing_with
 from eeplan.spec import RunSpec
 
 _HEADS: tuple[OpName, ...] = ("final_head", "exit_minimal", "exit_norm", "exit_mlp", "exit_block")
 
 
 def adapted(profile: OpProfile, run: RunSpec) -> OpProfile:
-    """The profile with what ``run`` needs beyond it, if that is only another microbatch size or vocabulary.
-
-    Raises:
-        ProfileError: the profile has a single microbatch size, which makes no line.
-    """
+    """The profile with what ``run`` needs beyond it, if that is only another vocabulary."""
     wanted = ModelShape.of(run)
     if profile.shape.model_copy(update={"padded_vocab_size": wanted.padded_vocab_size}) != wanted:
         # Of another model: whoever looks up a cost says so.
         return profile
-    return with_micro_batch_size(
-        with_vocabulary(profile, wanted.padded_vocab_size),
-        run.training.micro_batch_size,
-        run.parallel.tensor_model_parallel_size,
-    )
+    return with_vocabulary(profile, wanted.padded_vocab_size)
 
 
 def with_vocabulary(profile: OpProfile, padded_vocab_size: int) -> OpProfile:
@@ -40,35 +29,15 @@ def with_vocabulary(profile: OpProfile, padded_vocab_size: int) -> OpProfile:
     if padded_vocab_size == profile.shape.padded_vocab_size:
         return profile
     ratio = padded_vocab_size / profile.shape.padded_vocab_size
-    finals = {
-        (cost.micro_batch_size, cost.tensor_model_parallel_size): cost
-        for cost in profile.ops
-        if cost.op == "final_head"
-    }
+    finals = {(cost.micro_batch_size, cost.way): cost for cost in profile.ops if cost.op == "final_head"}
     ops = []
     for cost in profile.ops:
-        matrix = finals.get((cost.micro_batch_size, cost.tensor_model_parallel_size))
+        matrix = finals.get((cost.micro_batch_size, cost.way))
         if cost.op in _HEADS and matrix is not None:
             cost = _scaled(cost, matrix, ratio)
         ops.append(cost)
     shape = profile.shape.model_copy(update={"padded_vocab_size": padded_vocab_size})
     return profile.model_copy(update={"shape": shape, "ops": tuple(ops)})
-
-
-def with_micro_batch_size(profile: OpProfile, size: int, tensor_parallel: int) -> OpProfile:
-    """Every op at another microbatch size, on the line through its two nearest measured sizes.
-
-    Raises:
-        ProfileError: an op was measured at one size only.
-    """
-    known = [cost for cost in profile.ops if cost.tensor_model_parallel_size == tensor_parallel]
-    if not known or any(cost.micro_batch_size == size for cost in known):
-        return profile
-    by_op: dict[OpName, dict[int, OpCost]] = {}
-    for cost in known:
-        by_op.setdefault(cost.op, {})[cost.micro_batch_size] = cost
-    added = tuple(_between(costs, size) for costs in by_op.values())
-    return profile.model_copy(update={"ops": (*profile.ops, *added)})
 
 
 def _scaled(cost: OpCost, matrix: OpCost, ratio: float) -> OpCost:
@@ -95,36 +64,4 @@ def _scaled(cost: OpCost, matrix: OpCost, ratio: float) -> OpCost:
 
 
 def _timing(timing: Timing, factor: float) -> Timing:
-    fields = ("median_s", "mean_s", "p10_s", "p90_s")
-    return timing.model_copy(update={name: factor * getattr(timing, name) for name in fields})
-
-
-def _between(costs: dict[int, OpCost], size: int) -> OpCost:
-    measured = sorted(costs)
-    if len(measured) == 1:
-        raise ProfileError(
-            f"profile has '{costs[measured[0]].op}' at micro_batch_size {measured[0]} only; a line to {size} "
-            "needs two sizes; profile another one"
-        )
-    low, high = min(pairwise(measured), key=lambda pair: max(pair[0] - size, size - pair[1], 0))
-    weight = (size - low) / (high - low)
-    one, other = costs[low], costs[high]
-
-    def line(at_low: float, at_high: float) -> float:
-        return max(0.0, at_low + weight * (at_high - at_low))
-
-    def times(at_low: Timing, at_high: Timing) -> Timing:
-        fields = ("median_s", "mean_s", "p10_s", "p90_s")
-        values = {name: line(getattr(at_low, name), getattr(at_high, name)) for name in fields}
-        return at_low.model_copy(update=values)
-
-    sizes = ("kept_bytes", "forward_transient_bytes", "backward_transient_bytes")
-    return one.model_copy(
-        update={
-            "micro_batch_size": size,
-            "forward": times(one.forward, other.forward),
-            "backward": times(one.backward, other.backward),
-            **{name: round(line(getattr(one, name), getattr(other, name))) for name in sizes},
-            "extrapolated": True,
-        }
-    )
+    return timing_with(timing, (factor * getattr(timing, name) for name in SECONDS))

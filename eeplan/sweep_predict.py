@@ -66,6 +66,7 @@ class Outcome:
     peak_bytes: int | None = None
     """Of the largest stage's process; the least possible one where nothing fits."""
     extrapolated_ops: str = ""
+    interpolated_ops: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +203,10 @@ class Predictor:
         seconds = best.iteration_ns / 1e9
         counts = batch.counts[best.row].tolist()
         used = {"exit_" + run.exits.head_kind} if count and not run.exits.layers else set()
-        names = [op for op in model.extrapolated_ops if not op.startswith("exit_") or op in used]
-        if run.exits.layers:
-            names = list(model.extrapolated_ops)
+        extrapolated, interpolated = (
+            [op for op in ops if run.exits.layers or not op.startswith("exit_") or op in used]
+            for ops in (model.extrapolated_ops, model.interpolated_ops)
+        )
         return Outcome(
             feasible=True,
             num_microbatches=run.num_microbatches,
@@ -218,7 +220,8 @@ class Predictor:
             time_overhead=overhead,
             tokens_per_s=training.global_batch_size * training.seq_length / seconds,
             peak_bytes=best.peak_bytes,
-            extrapolated_ops=" ".join(names),
+            extrapolated_ops=" ".join(extrapolated),
+            interpolated_ops=" ".join(interpolated),
         )
 
     @staticmethod

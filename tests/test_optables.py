@@ -107,13 +107,15 @@ def test_other_microbatch_sizes_lie_on_a_line(size: int, slope: float, start: fl
     assert cost.forward.mean_s == pytest.approx(start + slope * size, abs=1e-9)
     assert cost.backward.mean_s == pytest.approx(2 * (start + slope * size), abs=1e-9)
     assert cost.extrapolated, "bytes come from shapes, too"
+    assert cost.interpolated == (size in (3, 5, 6, 7))
 
 
 def test_interpolation_is_marked_even_with_measured_bytes(tmp_path: Path) -> None:
     run = make_run()
     profile = profile_from_table(read(tmp_path, document(run)), run, CLUSTER)
-    assert profile.cost("layer", 2).extrapolated
-    assert not profile.cost("layer", 1).extrapolated
+    assert profile.cost("layer", 2).interpolated
+    assert not profile.cost("layer", 2).extrapolated
+    assert not profile.cost("layer", 1).interpolated
     assert profile.cost("layer", 2).forward.mean_s == pytest.approx(2 * (0.018 + 7 * 0.010) / 8)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eeplan.errors import ProfileError, SchemaError
-from eeplan.profile import ModelShape, OpProfile, Transfer, load_profile
+from eeplan.profile import ModelShape, OpProfile, Transfer, Way, load_profile
 from eeplan.schema import dump_yaml, parse_yaml, validate, write_yaml
 
 
@@ -65,8 +65,46 @@ def test_costs_are_looked_up_by_op_and_size() -> None:
     assert profile.cost("layer", 2).op == "layer"
     with pytest.raises(ProfileError, match=r"no 'layer' at micro_batch_size 4 .*micro_batch_size \[2\]"):
         profile.cost("layer", 4)
-    with pytest.raises(ProfileError, match=r"it was not measured.*run `eeplan profile`"):
-        profile.cost("layer", 2, 8)
+    with pytest.raises(ProfileError, match=r"parallel_size 8 \(it was not measured\); run `eeplan profile"):
+        profile.cost("layer", 2, Way(8))
+
+
+def test_costs_between_two_sizes_lie_on_their_line_and_are_marked() -> None:
+    small, large = (make_profile(make_run(training__micro_batch_size=size), jitter=0.5) for size in (2, 8))
+    profile = small.model_copy(update={"ops": (*large.ops, *small.ops)})
+    for op in ("layer", "exit_mlp"):
+        one, other = small.cost(op, 2), large.cost(op, 8)  # type: ignore[arg-type]
+        found = profile.cost(op, 4)  # type: ignore[arg-type]
+        assert found.interpolated
+        assert not one.interpolated
+        assert not found.extrapolated
+        for side in ("forward", "backward"):
+            for name in ("median_s", "mean_s", "p10_s", "p90_s"):
+                at_two, at_four, at_eight = (getattr(getattr(c, side), name) for c in (one, found, other))
+                assert at_four == pytest.approx((2 * at_two + at_eight) / 3)
+        assert found.kept_bytes == round((2 * one.kept_bytes + other.kept_bytes) / 3)
+        assert found.backward_transient_bytes == round(
+            (2 * one.backward_transient_bytes + other.backward_transient_bytes) / 3
+        )
+    for outside, wanted in ((1, "1,2,8"), (9, "2,8,9")):
+        with pytest.raises(ProfileError, match=f"run `eeplan profile --micro-batch-sizes {wanted}`"):
+            profile.cost("layer", outside)
+    # A neighbour that was no measurement makes none of what lies between.
+    derived = tuple(op.model_copy(update={"extrapolated": True}) for op in large.ops)
+    assert profile.model_copy(update={"ops": (*small.ops, *derived)}).cost("layer", 4).extrapolated
+
+
+def test_ops_run_in_other_ways_are_told_apart() -> None:
+    profile = make_profile(make_run())
+    ways = (Way(), Way(2), Way(2, True), Way(1, False, "full"))
+    layers = tuple(
+        profile.cost("layer", 2).model_copy(update=way._asdict() | {"kept_bytes": index})
+        for index, way in enumerate(ways)
+    )
+    several = profile.model_validate(profile.model_dump() | {"ops": layers})
+    assert [several.cost("layer", 2, way).kept_bytes for way in ways] == [0, 1, 2, 3]
+    with pytest.raises(ProfileError, match="tensor_model_parallel_size 2, recompute_granularity full"):
+        several.cost("layer", 2, Way(2, False, "full"))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from eeplan import sweep as sweep_module
 from eeplan.errors import EeplanError, FileError, SpecError
 from eeplan.profile import OpProfile
-from eeplan.profile_scaling import adapted, with_micro_batch_size, with_vocabulary
+from eeplan.profile_scaling import adapted, with_vocabulary
 from eeplan.spec import RunSpec
 from eeplan.sweep import summary, sweep, write_table
 from eeplan.sweep_axes import Axis, parse_axes
@@ -158,9 +158,10 @@ def test_vocabularies_and_microbatches_are_derived_and_marked() -> None:
     assert times == sorted(times)
     assert times[0] < times[2]
     between = rows(run, "training.global_batch_size=12", "training.micro_batch_size=3", profile=profile)
-    assert between[0]["extrapolated_ops"].split() == ["embedding", "layer", "final_head", "exit_norm"]
+    assert between[0]["interpolated_ops"].split() == ["embedding", "layer", "final_head", "exit_norm"]
+    assert between[0]["extrapolated_ops"] == ""
     single = rows(run, "training.global_batch_size=12", "training.micro_batch_size=3")
-    assert "a line to 3 needs two sizes" in single[0]["reason"]
+    assert "run `eeplan profile --micro-batch-sizes 2,3`" in single[0]["reason"]
 
 
 @settings(max_examples=40, deadline=None)
@@ -181,7 +182,6 @@ def test_a_scaled_head_is_a_measured_one_where_matrices_are_everything(vocab: in
     assert scaled.cost("layer", 2) == profile.cost("layer", 2)
     assert with_vocabulary(profile, run.padded_vocab_size) is profile
     assert adapted(profile, make_run(model__hidden_size=128)) is profile
-    assert with_micro_batch_size(profile, 2, 1) is profile
 
 
 @pytest.mark.parametrize(
