@@ -1,8 +1,9 @@
 """The command line: parses, calls, prints. No logic, and nothing heavy is imported before it is needed.
 
 Results go to stdout (with ``--json`` one JSON document and nothing else), progress and errors to stderr. Exit
-codes: 0; 2 for an error of the input, told in one line; 75 for training that saved and ended on SIGTERM or
-SIGUSR1; 130 after Ctrl-C; 1 for a bug of our own, with its traceback, and for a failed ``doctor``.
+codes: 0; 2 for an error of the input, told in one line, with what helps below it where that was searched; 75
+for training that saved and ended on SIGTERM or SIGUSR1; 130 after Ctrl-C; 1 for a bug of our own, with its
+traceback, and for a failed ``doctor``.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"eeplan: {stopped}", file=sys.stderr)
         return stopped.exit_code
     except EeplanError as error:
-        return _fail(str(error), options)
+        return _fail(str(error), options, error.details)
     except typer.TyperException as error:
         return _fail(_usage(error), options)
     except (KeyboardInterrupt, typer.Abort):
@@ -67,10 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _fail(message: str, options: _Options) -> int:
+def _fail(message: str, options: _Options, details: Sequence[str] = ()) -> int:
     if options.debug:
         traceback.print_exc()
     print(f"eeplan: error: {' '.join(message.split())}", file=sys.stderr)
+    for line in details:
+        print(f"  {line}", file=sys.stderr)
     return 2
 
 

@@ -1,13 +1,20 @@
 """Errors that a user can act on.
 
 Every exception here carries one line: what is wrong, where, what was expected and what to do. The command
-line prints it as ``eeplan: error: …`` and exits with code 2. Bugs of our own are plain exceptions and keep
-their traceback.
+line prints it as ``eeplan: error: …`` and exits with code 2; ``details``, if any, follow on lines of their
+own. Bugs of our own are plain exceptions and keep their traceback.
 """
+
+from __future__ import annotations
+
+from typing import Any
 
 
 class EeplanError(Exception):
     """Base of all errors that are the input's or the machine's fault, not eeplan's."""
+
+    details: tuple[str, ...] = ()
+    """Further lines for people."""
 
 
 class FileError(EeplanError):
@@ -28,6 +35,9 @@ class ProfileError(EeplanError):
 
 class PlanInfeasible(EeplanError):
     """No plan satisfies the limits; the message names the limit, the stage and the numbers."""
+
+    remedies: tuple[dict[str, Any], ...] = ()
+    """Single changes of the run file that help, least loss of time first: what to say, keys, numbers."""
 
 
 class PlanError(EeplanError):

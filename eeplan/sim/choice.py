@@ -80,11 +80,11 @@ def choose(models: Sequence[CostModel], budgets: Budgets = BUDGETS) -> Choice:
     if exits.count == "auto":
         return _automatic(models, baseline, bare, without, budgets)
     if not exits.count:
-        require_fit(baseline, baseline)
+        require_fit(baseline)
         return _without_exits(bare, baseline, [without], explain.no_exits_wanted())
     search = _counted(models, exits.count, budgets)
     outcome = search.best()
-    require_fit(outcome.best or search.smallest(), baseline)
+    require_fit(outcome.best or search.smallest())
     return _placed(baseline, search, [outcome], explain.count_given(exits.count))
 
 
@@ -99,7 +99,7 @@ def _by_hand(models: Sequence[CostModel], baseline: Candidate, budgets: Budgets)
     search = placed_search(models, heads, layers, modes_of(spec), budgets)
     outcome = search.best()
     best = outcome.best or search.smallest()
-    require_fit(best, baseline)
+    require_fit(best)
     exits = tuple(
         PlacedExit(
             Slot(request.depth, best.layout.stage_of(request), request.layer, request.boundary),
@@ -131,7 +131,7 @@ def _automatic(
     models: Sequence[CostModel], baseline: Candidate, bare: Search, without: Outcome, budgets: Budgets
 ) -> Choice:
     """The largest number of exits within the limits; counts down, since limits need not bind in order."""
-    require_fit(baseline, baseline)
+    require_fit(baseline)
     run = models[0].run
     outcomes: list[Outcome] = []
     above: Candidate | None = None
@@ -201,14 +201,14 @@ def _certificate(outcomes: Sequence[Outcome], best: Candidate) -> Certificate:
     )
 
 
-def require_fit(candidate: Candidate, baseline: Candidate) -> None:
-    """Refuse a candidate that is too large; ``baseline`` is the same run without exits.
+def require_fit(candidate: Candidate) -> None:
+    """Refuse a candidate that is too large.
 
     Raises:
         PlanInfeasible: with the stage and the numbers.
     """
     if not candidate.fits(candidate.model.run.limits.device_memory_bytes):
-        raise PlanInfeasible(explain.infeasible(candidate, baseline))
+        raise PlanInfeasible(explain.infeasible(candidate))
 
 
 def _counted(models: Sequence[CostModel], count: int, budgets: Budgets) -> Search:
@@ -248,6 +248,9 @@ def _other_mode(exits: Sequence[PlacedExit], best: Candidate) -> Candidate | Non
 
 def modes_of(exits: ExitsSpec) -> tuple[ExitForward, ...]:
     """Where exit forwards may run."""
+    if exits.distillation is not None:
+        # The final exit must have spoken.
+        return ("deferred",)
     return EXIT_FORWARDS if exits.exit_forward == "auto" else (exits.exit_forward,)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from eeplan.errors import EeplanError, PlanInfeasible, ProfileError, SchemaError
+from eeplan.errors import EeplanError, ProfileError, SchemaError, SpecError
 from eeplan.plan import Decision
 from eeplan.profile import OpProfile
 from eeplan.sim import explain
@@ -84,7 +84,7 @@ def models_of(found: Sequence[Combination]) -> list[CostModel]:
     if len(found) == 1:
         raise error
     reasons = dict.fromkeys(f"{_values(one)}: {one.error}" for one in found)
-    raise PlanInfeasible(f"no combination of the open values can be judged: {'; '.join(reasons)}")
+    raise SpecError(f"no combination of the open values can be judged: {'; '.join(reasons)}")
 
 
 def explain_combinations(found: Sequence[Combination], choice: Choice) -> tuple[Decision, ...]:

@@ -78,7 +78,7 @@ def choose_for_decoding(models: Sequence[CostModel], usage: Usage, budgets: Budg
     baseline = without.best or bare.smallest()
     is_auto = run.exits.count == "auto"
     if is_auto:
-        require_fit(baseline, baseline)
+        require_fit(baseline)
     most = min(run.exits.max_count, run.model.num_layers - 1) if is_auto else int(run.exits.count or 0)
     numbers = range(1, most + 1) if is_auto else range(most, most + 1)
     rated: list[_Rated] = []
@@ -104,7 +104,7 @@ def choose_for_decoding(models: Sequence[CostModel], usage: Usage, budgets: Budg
         split = _split_decision(bare, baseline)
         return Choice((), baseline, baseline, (found.why_none(), split), certificate, bare)
     if not rated:
-        require_fit(_counted(models, most, budgets).smallest(), baseline)
+        require_fit(_counted(models, most, budgets).smallest())
         raise AssertionError("exits that fit somewhere have depths")
     best = rated[0]
     exits = tuple(PlacedExit(slot, head_of(best.candidate.model.run.exits), None) for slot in best.slots)

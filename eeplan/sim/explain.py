@@ -41,25 +41,19 @@ def format_percent(fraction: float) -> str:
     return f"{100 * fraction:+.2f} %"
 
 
-def infeasible(candidate: Candidate, baseline: Candidate) -> str:
-    """Why ``candidate``, the best that memory could hope for, breaks the device limit, and what to change."""
+def infeasible(candidate: Candidate) -> str:
+    """Why ``candidate``, the smallest there is, breaks the device limit: where, and by how much."""
     limit = candidate.model.run.limits.device_memory_bytes
     assert limit is not None, "without a limit everything fits"
     stage = max(range(len(candidate.stages)), key=lambda index: candidate.peak_bytes[index])
     peak, parts = candidate.peak_bytes[stage], memory_breakdown(candidate.model, candidate.stages, stage)
-    exits = sum(candidate.counts)
-    remedies = ["raise the limit", "lower training.micro_batch_size", "use more pipeline or tensor ranks"]
-    if exits and baseline.fits(limit):
-        remedies.insert(
-            1, f"ask for fewer exits (without any, {format_bytes(max(baseline.peak_bytes))} suffice)"
-        )
     return (
         f"limits.device_memory_bytes is {_both(limit)}, but stage {stage} of {len(candidate.stages)} "
-        f"needs {_both(peak)} with {_exits(exits)}, {_both(peak - limit)} too much: "
+        f"needs {_both(peak)} with {_exits(sum(candidate.counts))}, {_both(peak - limit)} too much: "
         f"{format_bytes(parts.state_bytes)} parameters, gradients and optimizer state, "
         f"{format_bytes(parts.activation_bytes)} activations of {parts.in_flight} microbatches, "
         f"{format_bytes(parts.transient_bytes)} temporaries, "
-        f"{format_bytes(parts.process_base_bytes)} process; {', or '.join(remedies)}"
+        f"{format_bytes(parts.process_base_bytes)} process"
     )
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from eeplan import __version__
+from eeplan.errors import PlanInfeasible
 from eeplan.plan import Decision, Plan, PlannedExit, Prediction, StagePlan
 from eeplan.profile import OpProfile
 from eeplan.sim import explain
 from eeplan.sim.bounds import bubble_fill_capacity, closed_form_ns, upper_bound_ns
-from eeplan.sim.choice import Choice, PlacedExit, choose
-from eeplan.sim.combinations import combinations, explain_combinations, models_of
+from eeplan.sim.choice import PlacedExit
+from eeplan.sim.combinations import combinations, explain_combinations
 from eeplan.sim.costs import CostModel, shared_matrix_sync_ns
-from eeplan.sim.decode_choice import choose_for_decoding
 from eeplan.sim.decode_plan import plan_decode
 from eeplan.sim.engine import message_ns, simulate
 from eeplan.sim.estimator import corrections
@@ -21,6 +21,7 @@ from eeplan.sim.fill_choice import FillChoice, backbone_ns, choose_fill
 from eeplan.sim.insight import Insight, insight, spare_bytes
 from eeplan.sim.loss_weights import explain_weights, target_weights
 from eeplan.sim.memory import memory_breakdown
+from eeplan.sim.remedies import decide, with_remedies
 from eeplan.sim.search import Candidate
 from eeplan.spec import RunSpec
 from eeplan.timeline import Timeline
@@ -54,8 +55,22 @@ def make_plan(
         PlanInfeasible: nothing that the run asks for fits its limits.
     """
     used = usage.content if usage else run.decode.prior
+    try:
+        return _planned(run, run_sha256, profile, profile_sha256, used, usage_sha256)
+    except PlanInfeasible as error:
+        raise with_remedies(error, run, profile, used) from None
+
+
+def _planned(
+    run: RunSpec,
+    run_sha256: str,
+    profile: OpProfile,
+    profile_sha256: str,
+    used: Usage,
+    usage_sha256: str | None,
+) -> Plan:
     open_combinations = combinations(run, profile)
-    choice = _chosen(models_of(open_combinations), used)
+    choice = decide(open_combinations, used)
     model = choice.candidate.model
     run = model.run
     depths = [placed.slot.depth for placed in choice.exits]
@@ -95,14 +110,6 @@ def make_plan(
         extrapolated_ops=model.extrapolated_ops,
         interpolated_ops=model.interpolated_ops,
     )
-
-
-def _chosen(models: Sequence[CostModel], usage: Usage) -> Choice:
-    """The exits, and the model and layers per stage that they were chosen with."""
-    exits = models[0].run.exits
-    if exits.objective == "decode_speed_up" and exits.count:
-        return choose_for_decoding(models, usage)
-    return choose(models)
 
 
 def _planned_exits(
