@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from eeplan import __version__, cli_decoding, cli_planning, cli_rehearsal, cli_serving
+from eeplan import __version__, cli_bench, cli_decoding, cli_planning, cli_rehearsal, cli_serving
 from eeplan.cli_output import Json, PlanFile, RunFile
 from eeplan.cli_output import print_result as _print
 from eeplan.cli_output import work as _work
@@ -32,9 +32,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 data_app = typer.Typer(rich_markup_mode=None, help="Build training data.")
-bench_app = typer.Typer(rich_markup_mode=None, help="Time eeplan's own parts.")
 app.add_typer(data_app, name="data")
-app.add_typer(bench_app, name="bench")
+app.add_typer(cli_bench.app, name="bench")
 app.add_typer(cli_decoding.app)
 app.add_typer(cli_planning.app)
 app.add_typer(cli_rehearsal.app)
@@ -285,17 +284,6 @@ def demo(
     with _work() as progress:
         result = run_demo(out, progress=progress)
     _print(as_json, result, lambda: summary_tables(result, out / "index.html"))
-
-
-@bench_app.command("sim")
-def bench_simulator(as_json: Json = False) -> None:
-    """Time the simulator and the closed forms."""
-    from eeplan.bench import bench_sim
-    from eeplan.views import bench_table
-
-    with _work():
-        result = bench_sim()
-    _print(as_json, result, lambda: (bench_table(result),))
 
 
 def _read_json(path: Path) -> Any:

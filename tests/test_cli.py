@@ -36,6 +36,7 @@ SURFACE = {
     "doctor": {"--json"},
     "demo": {"--out", "--json"},
     "bench sim": {"--json"},
+    "bench train": {"--stages", "--rounds", "--json"},
     "validate paper": {"--data", "--json"},
     "validate sailor": {"--data", "--link-bandwidth", "--link-latency", "--base-bytes", "--json"},
     "import-ops": {
