@@ -21,6 +21,7 @@ from torch import Tensor
 
 from eeplan.plan import Plan
 from eeplan.runtime.dropout import DropoutPlace
+from eeplan.runtime.exit_timing import ExitTimer
 from eeplan.runtime.losses import HeadLoss, head_loss
 from eeplan.runtime.model import EarlyExitGPT
 from eeplan.sim.loss_weights import weight_at
@@ -134,6 +135,8 @@ class StageComputation:
         """Multiplies every loss (fp16), so that gradients and messages stay in the range of numbers."""
         self.before_backward: Callable[[int], None] = _nothing
         """Called with the microbatch before each backward."""
+        self.exit_timer: ExitTimer | None = None
+        """Told when exits run; None: nobody asks."""
         self._in_flight: dict[int, _InFlight] = {}
         self._exits = model.run.exits
         self._distillation = self._exits.distillation
@@ -221,6 +224,8 @@ class StageComputation:
             root_gradients.append(gradient if gradient is None or factor == 1.0 else gradient * factor)
         losses = {name: loss.reported for name, loss in state.losses.items()}
         state.losses.clear()
+        if self.exit_timer is not None:
+            self.exit_timer.begin_backward()
         torch.autograd.backward(roots, root_gradients)
         back = None if state.received is None else state.received.grad
         if back is not None and state.teacher is not None:
@@ -230,17 +235,25 @@ class StageComputation:
     def _run_exits(self, state: _InFlight) -> None:
         teacher = self._teacher_logits(state)
         for depth, hidden in state.exit_hidden.items():
-            logits = self.model.exit_logits(depth, hidden, self._rotary_angles(state.batch), state.dropout)
-            state.losses[exit_name(depth)] = head_loss(
-                logits,
-                state.batch.labels,
-                state.batch.loss_mask,
-                temperature=self._exits.temperature_at(depth),
-                weighs_tokens=self._exits.loss_weights.dynamic,
-                teacher_SBV=teacher,
-                distillation=self._distillation,
-            )
+            name, timer = exit_name(depth), self.exit_timer
+            if timer is None:
+                state.losses[name] = self._exit_loss(depth, hidden, state, teacher)
+                continue
+            with timer.forward(name):
+                state.losses[name] = self._exit_loss(depth, timer.watched(name, hidden), state, teacher)
         state.exit_hidden.clear()
+
+    def _exit_loss(self, depth: int, hidden: Tensor, state: _InFlight, teacher: Tensor | None) -> HeadLoss:
+        logits = self.model.exit_logits(depth, hidden, self._rotary_angles(state.batch), state.dropout)
+        return head_loss(
+            logits,
+            state.batch.labels,
+            state.batch.loss_mask,
+            temperature=self._exits.temperature_at(depth),
+            weighs_tokens=self._exits.loss_weights.dynamic,
+            teacher_SBV=teacher,
+            distillation=self._distillation,
+        )
 
     @torch.no_grad()
     def _normed(self, hidden: Tensor) -> Tensor:
