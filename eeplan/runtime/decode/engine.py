@@ -8,49 +8,64 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from eeplan.errors import DecodeError
 from eeplan.runtime.decode.emission import Emission
-from eeplan.runtime.decode.modes import make_decoder
+from eeplan.runtime.decode.lockstep import advance
+from eeplan.runtime.decode.modes import Decoder, decoder_on, drafting_exit
+from eeplan.runtime.decode.network import DecodeNetwork, Transformer
+from eeplan.runtime.decode.ops import Program
 from eeplan.runtime.decode.requests import Finish, Request, TokenEvent
+from eeplan.runtime.decode.rows import Work
+from eeplan.runtime.decode.weights import Weights, weights_of
 from eeplan.runtime.model import EarlyExitGPT
 
 
 @dataclass(slots=True)
-class _Sequence:
-    """One sequence and its decoder; the decoder is made when the sequence joins."""
+class Running:
+    """One sequence that has joined."""
 
     request: Request
+    decoder: Decoder
+    program: Program
+    most_tokens: int
     since_s: float
-    emissions: Iterator[Emission] | None = None
+    """When its last token came, or when it was submitted."""
     emitted: int = 0
 
 
 class LocalEngine:
     """Engine of one process that holds the whole model.
 
+    A step runs one forward of every sequence in it. Keys and values are allocated when a sequence joins, for
+    all the tokens it may get, and freed when it is done or cancelled; so at most ``max_running`` stores of
+    the model's sequence length exist.
+
     Args:
-        model: the whole model, without tensor parallelism.
+        model: the whole model, without tensor parallelism; or its weights, for sequences as long as the model
+            was trained on.
         vocab_size: tokens that the tokenizer knows; default, the model's vocabulary without padding.
         max_running: sequences that decode at once; others wait.
     """
 
-    def __init__(self, model: EarlyExitGPT, *, vocab_size: int | None = None, max_running: int = 8) -> None:
-        self._model = model
-        self._vocab_size = model.run.model.vocab_size if vocab_size is None else vocab_size
+    def __init__(
+        self, model: EarlyExitGPT | Weights, *, vocab_size: int | None = None, max_running: int = 8
+    ) -> None:
+        if isinstance(model, EarlyExitGPT):
+            model = weights_of(model, model.run.training.seq_length, vocab_size)
+        self._transformer = Transformer(model)
         self._max_running = max_running
         self._next = 0
-        self._waiting: OrderedDict[int, _Sequence] = OrderedDict()
-        self._running: dict[int, _Sequence] = {}
+        self._waiting: OrderedDict[int, tuple[Request, float]] = OrderedDict()
+        self._running: dict[int, Running] = {}
 
     def submit(self, request: Request) -> int:
         """Take a sequence in; see ``requests.Engine``."""
-        check_request(request, self._model, self._vocab_size)
+        check_request(request, self._transformer.weights)
         number = self._next
         self._next += 1
-        self._waiting[number] = _Sequence(request, time.perf_counter())
+        self._waiting[number] = (request, time.perf_counter())
         return number
 
     def cancel(self, request: int) -> None:
@@ -59,15 +74,19 @@ class LocalEngine:
         self._running.pop(request, None)
 
     def step(self) -> list[TokenEvent]:
-        """Emit the next token of every sequence in it; let waiting ones join where there is room."""
+        """Run one forward of every sequence; first let waiting ones join where there is room.
+
+        A sequence that drafts may have no event in a step, or several.
+        """
         while self._waiting and len(self._running) < self._max_running:
-            number, sequence = self._waiting.popitem(last=False)
-            sequence.emissions = self._decode(sequence.request)
-            self._running[number] = sequence
-        events = [self._advance(number, sequence) for number, sequence in self._running.items()]
-        for event in events:
-            if event.finish is not None:
-                del self._running[event.request]
+            number, (request, since_s) = self._waiting.popitem(last=False)
+            self._running[number] = self._join(request, since_s)
+        emitted = advance(self._transformer, [one.program for one in self._running.values()])
+        events: list[TokenEvent] = []
+        for (number, sequence), emissions in zip(list(self._running.items()), emitted, strict=True):
+            events += events_of(number, sequence, emissions)
+            if events and events[-1].request == number and events[-1].finish is not None:
+                del self._running[number]
         return events
 
     @property
@@ -80,45 +99,62 @@ class LocalEngine:
         """Sequences that were submitted and have not joined."""
         return len(self._waiting)
 
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values that are allocated now."""
+        return sum(one.decoder.rows.network.store.nbytes for one in self._running.values())
+
+    def work(self, request: int) -> Work:
+        """What has been computed so far for a sequence that is running."""
+        return self._running[request].decoder.rows.work
+
     def close(self) -> None:
         """Drop all sequences."""
         self._waiting.clear()
         self._running.clear()
 
-    def _decode(self, request: Request) -> Iterator[Emission]:
+    def _join(self, request: Request, since_s: float) -> Running:
         options = request.options
-        decoder = make_decoder(
-            self._model,
+        capacity = capacity_of(request, self._transformer.weights.run.training.seq_length)
+        decoder = decoder_on(
+            DecodeNetwork.of(self._transformer, capacity),
             options.mode,
             options.policy,
             options.sampling,
             seed=options.seed,
             recompute_limit=options.recompute_limit,
-            capacity=_capacity(request, self._model),
-            vocab_size=self._vocab_size,
+            top_logprobs=options.top_logprobs,
         )
-        return decoder.emissions(request.prompt)
+        most_tokens = capacity - len(request.prompt) + 1
+        return Running(request, decoder, decoder.program(request.prompt), most_tokens, since_s)
 
-    def _advance(self, number: int, sequence: _Sequence) -> TokenEvent:
-        assert sequence.emissions is not None, "a running sequence has a decoder"
-        emission = next(sequence.emissions)
+
+def events_of(number: int, sequence: Running, emissions: tuple[Emission, ...]) -> list[TokenEvent]:
+    """One event a token, up to the one that ends the sequence.
+
+    Tokens that come together, after verified drafts, share the time since the last one evenly.
+    """
+    if not emissions:
+        return []
+    now_s = time.perf_counter()
+    latency_s, sequence.since_s = (now_s - sequence.since_s) / len(emissions), now_s
+    events: list[TokenEvent] = []
+    for emission in emissions:
         sequence.emitted += 1
-        now_s = time.perf_counter()
-        latency_s, sequence.since_s = now_s - sequence.since_s, now_s
         if emission.token in sequence.request.end_tokens:
-            return TokenEvent(number, None, "stop", latency_s)
-        most = _capacity(sequence.request, self._model) - len(sequence.request.prompt) + 1
-        finish: Finish | None = "length" if sequence.emitted == most else None
-        return TokenEvent(number, emission, finish, latency_s)
+            return [*events, TokenEvent(number, None, "stop", latency_s)]
+        finish: Finish | None = "length" if sequence.emitted == sequence.most_tokens else None
+        events.append(TokenEvent(number, emission, finish, latency_s))
+    return events
 
 
-def check_request(request: Request, model: EarlyExitGPT, vocab_size: int) -> None:
+def check_request(request: Request, weights: Weights) -> None:
     """Refuse what the model cannot decode.
 
     Raises:
         DecodeError: the prompt is empty, too long or not of the vocabulary; the model lacks an exit.
     """
-    longest = model.run.training.seq_length
+    longest = weights.run.training.seq_length
     if not request.prompt:
         raise DecodeError("the prompt is empty; give at least one token to continue")
     if len(request.prompt) > longest:
@@ -126,13 +162,17 @@ def check_request(request: Request, model: EarlyExitGPT, vocab_size: int) -> Non
             f"the prompt has {len(request.prompt)} tokens, the model was trained on sequences of {longest}; "
             "shorten the prompt"
         )
-    unknown = [token for token in request.prompt if not 0 <= token < vocab_size]
+    unknown = [token for token in request.prompt if not 0 <= token < weights.vocab_size]
     if unknown:
-        raise DecodeError(f"the prompt has token {unknown[0]}; expected ids from 0 to {vocab_size - 1}")
-    request.options.policy.for_exits(model.stage_spec.exits)
+        raise DecodeError(
+            f"the prompt has token {unknown[0]}; expected ids from 0 to {weights.vocab_size - 1}"
+        )
+    exits = weights.stage.exits
+    request.options.policy.for_exits(exits)
+    if request.options.mode == "self_speculative":
+        drafting_exit(request.options.policy, exits)
 
 
-def _capacity(request: Request, model: EarlyExitGPT) -> int:
-    """Positions that a sequence needs; the last token is emitted, never fed."""
-    wanted = len(request.prompt) + request.options.max_new_tokens - 1
-    return min(model.run.training.seq_length, wanted)
+def capacity_of(request: Request, longest: int) -> int:
+    """Positions that a sequence needs, of at most ``longest``; the last token is emitted, never fed."""
+    return min(longest, len(request.prompt) + request.options.max_new_tokens - 1)

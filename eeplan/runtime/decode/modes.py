@@ -11,6 +11,7 @@ from eeplan.errors import DecodeError
 from eeplan.runtime.decode.decoder import ExitDecoder
 from eeplan.runtime.decode.emission import Emission
 from eeplan.runtime.decode.network import DecodeNetwork
+from eeplan.runtime.decode.ops import Program
 from eeplan.runtime.decode.policy import ExitPolicy
 from eeplan.runtime.decode.rows import RowRunner
 from eeplan.runtime.decode.sampling import Sampling
@@ -33,8 +34,12 @@ class Decoder(Protocol):
         """What it runs tokens with."""
         ...
 
+    def program(self, prompt: Sequence[int]) -> Program:
+        """Tokens after a prompt, until the store is full."""
+        ...
+
     def emissions(self, prompt: Sequence[int]) -> Iterator[Emission]:
-        """Tokens after a prompt, one by one, until the store is full."""
+        """The same on its own, token by token."""
         ...
 
 
@@ -62,8 +67,33 @@ def make_decoder(
         DecodeError: ``recompute_limit`` is negative; the policy names exits that the model does not have, or
             ``self_speculative`` has none.
     """
+    vocab_size = model.run.model.vocab_size if vocab_size is None else vocab_size
+    return decoder_on(
+        DecodeNetwork(model, capacity, vocab_size),
+        mode,
+        policy,
+        sampling,
+        seed=seed,
+        recompute_limit=recompute_limit,
+    )
+
+
+def decoder_on(
+    network: DecodeNetwork,
+    mode: Mode,
+    policy: ExitPolicy,
+    sampling: Sampling,
+    *,
+    seed: int,
+    recompute_limit: int,
+    top_logprobs: int = 0,
+) -> ExitDecoder | SpeculativeDecoder:
+    """As :func:`make_decoder`, of a network whose store is empty.
+
+    Args:
+        top_logprobs: how many likeliest tokens an emission lists.
+    """
     check_recompute_limit(recompute_limit)
-    network = DecodeNetwork(model, capacity, model.run.model.vocab_size if vocab_size is None else vocab_size)
     in_use = policy.for_exits(network.exits)
     generator = torch.Generator().manual_seed(seed)
     if mode == "self_speculative":
@@ -75,6 +105,7 @@ def make_decoder(
             sampling=sampling,
             generator=generator,
             limit=recompute_limit,
+            top_logprobs=top_logprobs,
         )
     if mode == "full":
         in_use = ()
@@ -86,6 +117,7 @@ def make_decoder(
         sampling=sampling,
         generator=generator,
         limit=recompute_limit,
+        top_logprobs=top_logprobs,
     )
 
 

@@ -29,10 +29,12 @@ import torch
 from torch import Tensor
 
 from eeplan.runtime.decode.network import DecodeNetwork
+from eeplan.runtime.decode.ops import RunBlock, RunLayers, Steps, alone
 from eeplan.runtime.model import ExitSpec
 
-Check = Callable[[ExitSpec, Tensor], bool]
-"""Given an exit and the current token's logits [V] there: whether it leaves. Not asked again if it does."""
+Check = Callable[[ExitSpec, Tensor], Steps[bool]]
+"""Given an exit and what its head reads of the current token [1, H]: whether it leaves. Not asked again if it
+does."""
 
 
 @dataclass(slots=True)
@@ -74,7 +76,7 @@ class RowRunner:
     """By position, the latest ones; deeper ones come first."""
     work: Work = field(default_factory=Work)
 
-    def run(self, tokens: Sequence[int], check: Check | None, forced: bool) -> tuple[int, Tensor]:
+    def forward(self, tokens: Sequence[int], check: Check | None, forced: bool) -> Steps[tuple[int, Tensor]]:
         """Feed tokens, or with none complete those who wait.
 
         Args:
@@ -90,13 +92,13 @@ class RowRunner:
         waiting, self.waiting = self.waiting, []
         along: list[int] = list(tokens)
         hidden_RH: Tensor | None = None
-        depth, has_left, asks = 0, False, check is not None
+        depth, has_left = 0, False
         for exit_ in (*self.exits, None):
             hidden_RH = self._join(hidden_RH, waiting, along, depth)
             stop = network.num_layers if exit_ is None else exit_.depth
             if hidden_RH is not None:
                 position = self.length - len(along)
-                hidden_RH = network.run_layers(hidden_RH, position, depth, stop)
+                hidden_RH = yield RunLayers(network, hidden_RH, position, depth, stop)
                 self.work.layer_rows += (stop - depth) * len(along)
             depth = stop
             if exit_ is None or hidden_RH is None:
@@ -104,10 +106,9 @@ class RowRunner:
             read_RH = hidden_RH
             if exit_.head == "block":
                 # Its keys and values are wanted at every position, also when the token has left already.
-                read_RH = network.run_block(depth, hidden_RH, self.length - len(along))
-            if asks and not has_left and check is not None:
-                self.work.checks += 1
-                has_left = check(exit_, network.exit_logits(depth, read_RH[-1:])[0])
+                read_RH = yield RunBlock(network, hidden_RH, self.length - len(along), depth)
+            if check is not None and not has_left:
+                has_left = yield from check(exit_, read_RH[-1:])
             if has_left and not forced:
                 self._wait(waiting, along, hidden_RH, depth)
                 break
@@ -119,7 +120,7 @@ class RowRunner:
     def complete(self) -> None:
         """Fill what is missing, so that the store holds every entry of the tokens fed so far."""
         if self.waiting:
-            self.run((), None, forced=True)
+            alone(self.forward((), None, forced=True))
 
     def forget(self, length: int) -> None:
         """Take back the tokens from position ``length`` on."""

@@ -1,7 +1,8 @@
 """Which token an exit emits: the most likely one, or one drawn from its distribution.
 
-The draw uses one generator per generation and, without speculation, one draw per emitted token, so a seed
-gives the same text in every decoding mode.
+A draw turns one uniform number into a token. There is one generator per generation and, without speculation,
+one number per emitted token, so a seed gives the same text in every decoding mode, in any company, and on
+whatever process a token is emitted.
 """
 
 from __future__ import annotations
@@ -32,9 +33,18 @@ class Sampling:
         Args:
             text: all tokens before it, for the repetition penalty.
         """
-        if self.temperature == 0.0:
+        return self.pick_at(logits_V, uniform_of(generator) if self.draws else 0.0, text)
+
+    @property
+    def draws(self) -> bool:
+        """Whether chance has a part in it."""
+        return self.temperature > 0.0
+
+    def pick_at(self, logits_V: Tensor, uniform: float, text: Sequence[int] = ()) -> int:
+        """As :meth:`pick`, with the uniform number given."""
+        if not self.draws:
             return int(self._penalized(logits_V, text).argmax())
-        return draw(self.probabilities(logits_V, text), generator)
+        return token_at(self.probabilities(logits_V, text), uniform)
 
     def probabilities(self, logits_V: Tensor, text: Sequence[int] = ()) -> Tensor:
         """What ``pick`` draws from, on the CPU: penalty, temperature, the k likeliest, then the nucleus.
@@ -69,9 +79,30 @@ class Sampling:
         return logits_V.index_copy(0, there, weaker)
 
 
+def uniform_of(generator: torch.Generator) -> float:
+    """The generator's next number from [0, 1)."""
+    return float(torch.rand((), generator=generator, dtype=torch.float64))
+
+
 def draw(probabilities_V: Tensor, generator: torch.Generator) -> int:
     """One token from a distribution on the CPU."""
-    return int(torch.multinomial(probabilities_V, 1, generator=generator))
+    return token_at(probabilities_V, uniform_of(generator))
+
+
+def token_at(probabilities_V: Tensor, uniform: float) -> int:
+    """The token at which the cumulated probabilities pass ``uniform``: one with a probability above 0.
+
+    Args:
+        probabilities_V: up to a factor, on the CPU.
+        uniform: from [0, 1).
+    """
+    cumulated_V = probabilities_V.cumsum(-1, dtype=torch.float64)
+    total = cumulated_V[-1]
+    token = int(torch.searchsorted(cumulated_V, uniform * total, right=True))
+    if token < len(cumulated_V):
+        return token
+    # The product was rounded up to the total.
+    return int(torch.searchsorted(cumulated_V, total))
 
 
 def sampling(temperature: float, top_k: int, top_p: float, repetition_penalty: float = 1.0) -> Sampling:

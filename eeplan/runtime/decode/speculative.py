@@ -21,13 +21,14 @@ is the full model's token, and r is that token. The text is the full model's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from eeplan.runtime.decode.emission import Emission, checked_judgement
+from eeplan.runtime.decode.emission import Emission, checked_judgement, top_logprobs
+from eeplan.runtime.decode.ops import Emitted, Logits, Op, Program, Steps, played
 from eeplan.runtime.decode.policy import ConfidenceKind
 from eeplan.runtime.decode.rows import RowRunner
 from eeplan.runtime.decode.sampling import Sampling, draw
@@ -56,31 +57,38 @@ class SpeculativeDecoder:
     generator: torch.Generator
     limit: int
     """Most drafts of one verification."""
+    top_logprobs: int = 0
+    """How many likeliest tokens an emission lists."""
     text: list[int] = field(default_factory=list)
     """Every token fed so far that stands."""
     drafted: int = 0
     accepted: int = 0
     _draft: Draft | None = None
 
-    @torch.no_grad()
-    def emissions(self, prompt: Sequence[int]) -> Iterator[Emission]:
-        """Tokens after a prompt, one by one, until the store is full."""
-        self.text = list(prompt)
-        _, hidden_RH = self.rows.run(prompt, None, forced=True)
-        logits_V = self.rows.network.final_logits(hidden_RH[-1:])[0]
-        emitted = [self._emit(logits_V, self._pick(logits_V), was_draft=False)]
-        yield from emitted
+    def program(self, prompt: Sequence[int]) -> Program:
+        """Tokens after a prompt, until the store is full; a forward that drafts emits none."""
+        emitted: Emitted = ((yield from self._first(prompt)),)
+        yield emitted
         while self.rows.length < self.rows.network.store.capacity:
-            emitted = self._round(emitted[-1].token)
-            yield from emitted
+            emitted = yield from self._round(emitted[-1].token)
+            yield emitted
 
-    @torch.no_grad()
-    def _round(self, token: int) -> list[Emission]:
+    def emissions(self, prompt: Sequence[int]) -> Iterator[Emission]:
+        """The same on its own, token by token."""
+        return played(self.program(prompt))
+
+    def _first(self, prompt: Sequence[int]) -> Steps[Emission]:
+        self.text = list(prompt)
+        depth, hidden_RH = yield from self.rows.forward(prompt, None, forced=True)
+        logits_V = (yield Logits(self.rows.network, hidden_RH[-1:], depth))[0]
+        return self._emit(logits_V, self._pick(logits_V), was_draft=False)
+
+    def _round(self, token: int) -> Generator[Op | Emitted, Tensor, Emitted]:
         """Draft after ``token`` and verify; one emission more than drafts were accepted."""
         self.text.append(token)
         start, stands = self.rows.length, len(self.text)
-        drafts, hidden_RH = self._propose(token)
-        logits_RV = self.rows.network.final_logits(hidden_RH)
+        drafts, hidden_RH = yield from self._propose(token)
+        logits_RV = yield Logits(self.rows.network, hidden_RH, self.rows.network.num_layers)
         del self.text[stands:]
         emitted: list[Emission] = []
         for draft, logits_V in zip(drafts, logits_RV, strict=False):
@@ -95,24 +103,28 @@ class SpeculativeDecoder:
         self.drafted += len(drafts)
         self.accepted += len(emitted) - 1
         self.rows.forget(start + len(emitted))
-        return emitted
+        return tuple(emitted)
 
-    def _propose(self, token: int) -> tuple[list[Draft], Tensor]:
+    def _propose(self, token: int) -> Generator[Op | Emitted, Tensor, tuple[list[Draft], Tensor]]:
         """Drafts after ``token``, and the last hidden states of it and of them."""
         drafts: list[Draft] = []
         while True:
             # The last place of the store is for a row that is verified, not for a draft.
             forced = len(drafts) >= self.limit or self.rows.length + 1 >= self.rows.network.store.capacity
             self._draft = None
-            depth, hidden_RH = self.rows.run((token,), None if forced else self._confident, forced)
+            check = None if forced else self._confident
+            depth, hidden_RH = yield from self.rows.forward((token,), check, forced)
             if depth == self.rows.network.num_layers:
                 return drafts, hidden_RH
             assert self._draft is not None, "a row stops early only after a draft"
             drafts.append(self._draft)
             token = self._draft.token
             self.text.append(token)
+            yield ()
 
-    def _confident(self, exit_: ExitSpec, logits_V: Tensor) -> bool:
+    def _confident(self, exit_: ExitSpec, read_1H: Tensor) -> Steps[bool]:
+        logits_V = (yield Logits(self.rows.network, read_1H, exit_.depth))[0]
+        self.rows.work.checks += 1
         name = exit_name(exit_.depth)
         if checked_judgement(logits_V, self.confidence, name).confidence < self.threshold:
             return False
@@ -137,7 +149,8 @@ class SpeculativeDecoder:
         judgement = checked_judgement(logits_V, self.confidence, FINAL)
         logprob = float(logits_V[token]) - judgement.log_normalizer
         depth = self.rows.network.num_layers
-        return Emission(token, FINAL, depth, judgement.confidence, logprob, was_draft)
+        top = top_logprobs(logits_V, judgement.log_normalizer, self.top_logprobs)
+        return Emission(token, FINAL, depth, judgement.confidence, logprob, was_draft, top)
 
 
 def verdict(draft: int, draft_V: Tensor, full_V: Tensor, generator: torch.Generator) -> int:
