@@ -101,7 +101,7 @@ def evaluate(
     if usage_out is not None:
         require_writable_file(usage_out, "usage file")
     folder = resolve(checkpoint)
-    costs_path = profile or _profile_beside(folder)
+    costs_path = profile or profile_beside(folder)
     costs = load_profile(costs_path)[0] if costs_path is not None else None
     with this_process() as here:
         model, plan = load_model(folder, here)
@@ -328,7 +328,7 @@ def predicted_speed(
     return found
 
 
-def _profile_beside(folder: Path) -> Path | None:
+def profile_beside(folder: Path) -> Path | None:
     """The profile that lies in the run's folder: above the checkpoint, or above ``checkpoints``."""
     for parent in list(folder.resolve().parents)[:2]:
         if (parent / PROFILE).is_file():
