@@ -136,6 +136,7 @@ def concrete_run(plan: Plan) -> RunSpec:
             head=planned.head,
             tied=planned.tied,
             weight=planned.target_weight,
+            temperature=_unless_one(run.exits.temperature_at(planned.depth)),
         )
         for planned in plan.exits
         for slot in (plain_slot(layout, planned.layer, planned.boundary),)
@@ -147,7 +148,8 @@ def concrete_run(plan: Plan) -> RunSpec:
     model = run.model.model_copy(
         update={"ffn_hidden_size": run.model.ffn_size, "num_query_groups": run.model.query_groups}
     )
-    weights = LossWeightSpec(warmup=run.exits.loss_weights.warmup) if requests else LossWeightSpec()
+    asked = run.exits
+    weights = LossWeightSpec(warmup=asked.loss_weights.warmup, dynamic=asked.loss_weights.dynamic)
     split = "uniform" if _is_uniform(layout) else layout.layers_per_stage
     return RunSpec(
         schema_version=1,
@@ -155,11 +157,20 @@ def concrete_run(plan: Plan) -> RunSpec:
         parallel=run.parallel.model_copy(update={"layer_split": split}),
         training=run.training,
         data=run.data,
-        exits=ExitsSpec(layers=requests, exit_forward=plan.exit_forward, loss_weights=weights)
+        exits=ExitsSpec(
+            layers=requests,
+            exit_forward=plan.exit_forward,
+            loss_weights=weights,
+            distillation=asked.distillation,
+        )
         if requests
         else ExitsSpec(),
         fill=fill,
     )
+
+
+def _unless_one(temperature: float) -> float | None:
+    return None if temperature == 1.0 else temperature
 
 
 def plain_slot(layout: Layout, layer: int, boundary: str) -> Slot:
@@ -275,6 +286,7 @@ def _exit_flags(run: RunSpec, layout: Layout) -> tuple[list[str], list[str]]:
         notes.append("an MLP head that reads before a layer; EE-LLM refuses that")
     if run.exits.exit_forward == "eager":
         notes.append("exit forwards in the forward step; EE-LLM always defers them to the backward")
+    notes += _loss_notes(run.exits)
     last = layout.num_stages - 1
     if last and any(layout.stage_of_layer(layer) == last for layer in layers):
         notes.append("an exit on the last stage; EE-LLM fails on that")
@@ -283,6 +295,18 @@ def _exit_flags(run: RunSpec, layout: Layout) -> tuple[list[str], list[str]]:
             f"stages of {', '.join(map(str, layout.layers_per_stage))} layers; EE-LLM makes all equal"
         )
     return words, notes
+
+
+def _loss_notes(exits: ExitsSpec) -> list[str]:
+    """What early losses are beside weighted cross entropies."""
+    notes = []
+    if any(exits.temperature_at(request.depth) != 1.0 for request in exits.layers):
+        notes.append("temperatures of the exits' losses")
+    if exits.loss_weights.dynamic:
+        notes.append("tokens weighed by the exit's confidence")
+    if exits.distillation is not None:
+        notes.append("exits distilled from the final one")
+    return notes
 
 
 def _one_boundary(requests: Sequence[ExitRequest], layout: Layout) -> tuple[bool, list[str]]:

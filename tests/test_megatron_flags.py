@@ -130,6 +130,10 @@ def test_fill_counts_are_said_where_ee_llm_knows_them() -> None:
     [
         ({"exits": {"layers": [{"layer": 7}], "exit_forward": "deferred"}}, "an exit on the last stage"),
         ({"exits": {"count": 1, "exit_forward": "eager"}}, "always defers"),
+        ({"exits": {"count": 1, "temperature": 2.0}}, "temperatures of the exits' losses"),
+        ({"exits": {"layers": [{"layer": 2, "temperature": 2.0}]}}, "temperatures of the exits' losses"),
+        ({"exits": {"count": 1, "loss_weights": {"dynamic": True}}}, "weighed by the exit's confidence"),
+        ({"exits": {"count": 1, "distillation": {"weight": 0.5}}}, "distilled from the final one"),
         ({"parallel__layer_split": [3, 5], "exits": {"layers": [{"layer": 2}]}}, "EE-LLM makes all equal"),
         (
             {"exits": {"layers": [{"layer": 2, "head": "norm"}, {"layer": 3, "head": "minimal"}]}},
