@@ -246,6 +246,22 @@ def test_a_full_disk_leaves_the_previous_checkpoint(world: World, tmp_path: Path
     assert [path.name for path in checkpoints_in(world.folder)] == ["iter_0000012", "iter_0000008"]
 
 
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_a_disk_that_is_full_at_any_operation_leaves_the_previous_checkpoint(
+    world: World, tmp_path: Path
+) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    shutil.copytree(world.folder, tmp_path / "count")
+    for number in range(len(counted(world, tmp_path / "count"))):
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            save(world.rank, world.folder, 12, failing_at(number, full))
+        found = resume.find(world.folder, world.plan)
+        assert found is not None
+        assert (len(found.notes), found.position.iteration in (8, 12)) == (1, True)
+        shutil.rmtree(world.folder / "iter_0000012", ignore_errors=True)
+
+
 def test_a_damaged_one_is_replaced_when_its_iteration_comes_again(world: World) -> None:
     (newest(world) / "random.pt").write_bytes(b"")
     passes_over_the_newest(world)

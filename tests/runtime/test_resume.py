@@ -13,7 +13,7 @@ from small_data import build_small, run_for
 from eeplan.plan import write_plan
 from eeplan.runtime.launch import launch
 
-ITERATIONS = 12
+ITERATIONS = 20
 CASES = {
     "one process, fp32": {"parallel__pipeline_model_parallel_size": 1},
     "two stages, bf16": {"training__precision": "bf16"},
@@ -51,7 +51,7 @@ def plan_in(folder: Path, **overrides: Any) -> Any:
         "training__lr_warmup_iters": 3,
         "exits": {
             "layers": [{"layer": 1}, {"layer": 3, "head": "mlp"}],
-            "loss_weights": {"warmup": {"style": "linear", "init": 0.1, "iters": 20}},
+            "loss_weights": {"warmup": {"style": "linear", "init": 0.1, "iters": 25}},
         },
     }
     plan = make_plan(run_for(build_small(folder), **(settings | overrides)))
