@@ -1,4 +1,4 @@
-"""Commands for planning on other people's clusters: validate, import-ops, flags, sweep.
+"""Commands for planning on other people's clusters: validate, import-ops, flags, sweep, pareto.
 
 Same conventions as ``cli``: parses, calls, prints, and imports nothing heavy before it is needed.
 """
@@ -227,3 +227,56 @@ def sweep(
             written = write_figures(table, axes, figures, sweep_caption(spec, costs))
             result["figures"] = [str(path) for path in written]
     print_result(as_json, result, lambda: sweep_tables(result))
+
+
+@app.command("pareto")
+def pareto(
+    run: RunFile,
+    profile: Annotated[Path, typer.Option("--profile", help="Measured op costs (profile.yaml).")],
+    usage: Annotated[
+        Path | None,
+        typer.Option("--usage", help="How often tokens leave early (usage.yaml); else the run's prior."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="TABLE", help="Table to write (.csv).")
+    ] = None,
+    pick: Annotated[
+        int | None, typer.Option("--pick", min=1, help="Point to plan, by its number in the table.")
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option("--plan", metavar="PLAN", help="Where to write the plan of that point.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Weigh training time, memory and decode latency: every choice that no other beats in all three."""
+    from eeplan.errors import SpecError
+    from eeplan.files import require_writable_file, write_text
+    from eeplan.pareto_views import csv_text, front_result, front_tables
+    from eeplan.plan import write_plan
+    from eeplan.profile import load_profile
+    from eeplan.sim.pareto import pareto_front
+    from eeplan.sim.planner import make_plan
+    from eeplan.spec import load_run, replace_keys
+    from eeplan.usage import load_usage
+
+    with work():
+        if (pick is None) != (plan is None):
+            raise SpecError("--pick and --plan belong together: which point, and where its plan goes")
+        spec, run_sha256 = load_run(run)
+        costs, profile_sha256 = load_profile(profile)
+        used = load_usage(usage) if usage else (None, None)
+        for path, what in ((output, "table"), (plan, "plan")):
+            if path:
+                require_writable_file(path, what)
+        front = pareto_front(spec, costs, used[0].content if used[0] else spec.decode.prior)
+        result = front_result(front)
+        if pick is not None and plan is not None:
+            if pick > len(front.points):
+                raise SpecError(f"--pick {pick}: the front has {len(front.points)} points")
+            chosen = replace_keys(spec, dict(front.points[pick - 1].keys))
+            write_plan(plan, make_plan(chosen, run_sha256, costs, profile_sha256, *used))
+            result |= {"picked": pick, "plan": str(plan)}
+        if output:
+            write_text(output, csv_text(result))
+            result |= {"table": str(output)}
+    print_result(as_json, result, lambda: front_tables(result))

@@ -148,6 +148,24 @@ def test_sweep_writes_a_table_and_figures(world: Path, capsys: pytest.CaptureFix
     assert "infeasible" in out
 
 
+def test_a_front_is_shown_written_and_picked_from(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["pareto", "run.yaml", "--profile", "profile.yaml"]
+    result = as_json(capsys, *command, "-o", "new/front.csv", "--pick", "2", "--plan", "new/plan.yaml")
+    points = result["points"]
+    assert result["certificate"]["optimal"]
+    assert [one["point"] for one in points] == list(range(1, len(points) + 1))
+    table = pd.read_csv("new/front.csv")
+    assert table["iteration_time_s"].tolist() == [one["iteration_time_s"] for one in points]
+    assert json.loads(table["keys"][1]) == points[1]["keys"]
+    plan = load_plan(Path("new/plan.yaml"))
+    assert plan.prediction.iteration_time_s == points[1]["iteration_time_s"]
+    assert len(plan.exits) == points[1]["num_exits"]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert f"Pareto front: {len(points)} points, all there are, of " in out
+    assert "largest peak" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
@@ -167,6 +185,10 @@ def test_sweep_writes_a_table_and_figures(world: Path, capsys: pytest.CaptureFix
         ("sweep run.yaml --profile profile.yaml -o t.csv", "--set"),
         ("sweep run.yaml --profile none.yaml -o t.csv --set exits.count=1", "does not exist"),
         ("sweep run.yaml --profile profile.yaml -o data --set exits.count=1", "unknown ending"),
+        ("pareto run.yaml --profile none.yaml", "does not exist"),
+        ("pareto run.yaml --profile profile.yaml --pick 1", "--pick and --plan belong together"),
+        ("pareto run.yaml --profile profile.yaml --pick 999 --plan p.yaml", "the front has"),
+        ("pareto run.yaml --profile profile.yaml -o data", "is a directory"),
         (
             "sweep run.yaml --profile profile.yaml -o t.csv --set exits.count=1 --figures run.yaml/x",
             "is a file; choose another folder",

@@ -156,6 +156,15 @@ def allowed_sets(count: int, table: SegmentTable, allowed: Allowed) -> Iterator[
             heapq.heappush(heap, (time_ns, (above, *depths)))
 
 
+def least_decode_ns(table: SegmentTable, count: int) -> float:
+    """The fastest that any ``count`` exits decode, wherever they are."""
+    return min(
+        fixed_ns + float(_least_ns(segment_ns, count)[count, deepest])
+        for deepest in range(count, table.process.num_layers)
+        for fixed_ns, segment_ns in [table.of(deepest)]
+    )
+
+
 def _least_ns(segment_ns: Floats, count: int) -> Floats:
     """[c, d]: least sum of segments from depth 0 through c exits, the last of them at depth d."""
     depths = len(segment_ns)
