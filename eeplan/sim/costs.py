@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from eeplan.plan import Plan
@@ -15,6 +15,7 @@ from eeplan.sim.parameters import Head, holds_shared_matrix, stage_parameters, v
 from eeplan.sim.reductions import (
     GRADIENT_BYTES,
     data_sync_ns,
+    optimizer_ranks,
     ring_all_reduce_s,
     state_bytes_per_parameter,
     step_ns,
@@ -141,13 +142,33 @@ def cost_model(run: RunSpec, profile: OpProfile, layout: Layout, kinds: Iterable
     names: list[OpName] = ["embedding", "layer", "final_head"]
     names += [EXIT_OPS[kind] for kind in sorted(set(kinds))]
     costs = {name: op_cost(profile, run, name) for name in names}
+    numbers = {name: _numbers(cost) for name, cost in costs.items()}
+    extrapolated = tuple(name for name, cost in costs.items() if cost.extrapolated)
+    if run.exits.distillation is not None and kinds:
+        exits = {name: distilled(numbers[name], numbers["final_head"]) for name in names[3:]}
+        numbers, extrapolated = {**numbers, **exits}, (*extrapolated, "distillation")
     return CostModel(
         run=run,
         layout=layout,
         profile=profile,
-        ops={name: _numbers(cost) for name, cost in costs.items()},
-        extrapolated_ops=tuple(name for name, cost in costs.items() if cost.extrapolated),
+        ops=numbers,
+        extrapolated_ops=extrapolated,
         interpolated_ops=tuple(name for name, cost in costs.items() if cost.interpolated),
+    )
+
+
+def distilled(exit_: OpNumbers, final_head: OpNumbers) -> OpNumbers:
+    """An exit that also learns from the final one: its forward computes the final exit's logits once more.
+
+    They and the difference of the two distributions have the size of logits. Several exits of a stage share
+    the teacher's logits, which are counted for each here; of the passes over logits that the divergence
+    takes, only the final head's own are counted. So this is an estimate.
+    """
+    return replace(
+        exit_,
+        forward_ns=exit_.forward_ns + final_head.forward_ns,
+        kept_bytes=exit_.kept_bytes + final_head.kept_bytes,
+        forward_transient_bytes=exit_.forward_transient_bytes + final_head.kept_bytes,
     )
 
 
@@ -213,6 +234,9 @@ def link_messages_ns(model: CostModel, num_stages: int) -> tuple[int, ...]:
     lines = (message_transfer(model.profile, model.run.parallel, stage) for stage in range(num_stages - 1))
     # Latency and transfer are rounded one by one, as the two parts of a message.
     size_bytes = model.hidden_bytes
+    if model.run.exits.distillation is not None:
+        # The teacher's hidden states go backward with the gradient: three in both directions together.
+        size_bytes = size_bytes * 3 // 2
     return tuple(to_ns(line.latency_s) + to_ns(size_bytes / line.bandwidth_bytes_per_s) for line in lines)
 
 
@@ -243,7 +267,8 @@ def shared_matrix_sync_ns(model: CostModel, stages: Sequence[StageCosts]) -> int
 
 def shared_matrix_ns(model: CostModel, holders: int) -> int:
     """The same from the number of stages that hold a copy."""
-    size_bytes = GRADIENT_BYTES * vocabulary_parameters(model.run)
+    # With the distributed optimizer each data-parallel rank has one share of the reduced gradient.
+    size_bytes = GRADIENT_BYTES * vocabulary_parameters(model.run) // optimizer_ranks(model)
     line = shared_transfer(model.profile, model.run.parallel)
     return to_ns(ring_all_reduce_s(line, size_bytes, holders))
 

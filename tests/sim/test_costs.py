@@ -61,11 +61,17 @@ def split_of_eight(draw: st.DrawFn, stages: int) -> list[int]:
 def composed_cases(draw: st.DrawFn) -> tuple[RunSpec, OpProfile, list[int], str]:
     stages = draw(st.sampled_from([1, 2, 4]))
     split = split_of_eight(draw, stages)
+    tp = draw(st.sampled_from([1, 2]))
     run = make_run(
         parallel__layer_split=split,
         parallel__pipeline_model_parallel_size=stages,
-        parallel__tensor_model_parallel_size=draw(st.sampled_from([1, 2])),
-        parallel__data_parallel_size=draw(st.sampled_from([1, 2])),
+        parallel__tensor_model_parallel_size=tp,
+        parallel__data_parallel_size=draw(st.sampled_from([1, 2, 4])),
+        parallel__sequence_parallel=tp > 1 and draw(st.booleans()),
+        parallel__use_distributed_optimizer=draw(st.booleans()),
+        parallel__overlap_grad_reduce=draw(st.booleans()),
+        parallel__gpus_per_node=draw(st.sampled_from([None, 2, 4, 6])),
+        training__recompute_granularity=draw(st.sampled_from([None, "full", "selective"])),
         model__num_layers=8,
         model__num_query_groups=draw(st.sampled_from([2, 4])),
         model__untie_embeddings_and_output_weights=draw(st.booleans()),
@@ -78,6 +84,9 @@ def composed_cases(draw: st.DrawFn) -> tuple[RunSpec, OpProfile, list[int], str]
         for op in ("embedding", "layer", "final_head", f"exit_{run.exits.head}")
     }
     profile = make_profile(run, seed=draw(st.integers(0, 99)), jitter=0.5, op_bytes=op_bytes)
+    if run.parallel.num_nodes > 1:
+        slow = Transfer(latency_s=3e-4, bandwidth_bytes_per_s=1e8)
+        profile = profile.model_copy(update={"p2p_between_nodes": slow, "all_reduce_between_nodes": slow})
     room = [*split[:-1], split[-1] - 1]
     counts = [draw(st.integers(0, min(2, slots))) for slots in room]
     return run, profile, counts, draw(st.sampled_from(["deferred", "eager"]))
@@ -95,7 +104,8 @@ def test_stages_equal_a_naive_walk_over_their_ops(case: tuple[RunSpec, OpProfile
         assert stage.backward_ns == naive.backward_ns()
         assert stage.parameters == naive.parameters()
         assert stage.holds_shared_matrix == naive.holds_shared_matrix()
-        assert stage.data_sync_ns == pytest.approx(naive.data_sync_ns(), abs=1)
+        assert stage.data_sync_ns == pytest.approx(naive.data_sync_ns(), abs=20)
+        assert stage.optimizer_ns == pytest.approx(naive.step_ns(), abs=1)
         assert peaks[index] == naive.peak_bytes()
 
 

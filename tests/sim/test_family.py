@@ -8,7 +8,7 @@ from builders import make_profile, make_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eeplan.profile import OpProfile
+from eeplan.profile import OpProfile, Transfer
 from eeplan.sim.costs import cost_model, pipeline_costs, shared_matrix_sync_ns, stage_costs
 from eeplan.sim.engine import message_ns
 from eeplan.sim.family import Family, counted_family, placed_family
@@ -21,11 +21,17 @@ from eeplan.spec import HEAD_KINDS, ExitForward, HeadKind, RunSpec
 @st.composite
 def runs(draw: st.DrawFn) -> tuple[RunSpec, OpProfile]:
     stages = draw(st.integers(1, 4))
+    tp = draw(st.sampled_from([1, 2]))
     run = make_run(
         parallel__pipeline_model_parallel_size=stages,
         parallel__layer_split=[9 - stages, *[1] * (stages - 1)],
-        parallel__tensor_model_parallel_size=draw(st.sampled_from([1, 2])),
+        parallel__tensor_model_parallel_size=tp,
         parallel__data_parallel_size=draw(st.sampled_from([1, 2])),
+        parallel__sequence_parallel=tp > 1 and draw(st.booleans()),
+        parallel__use_distributed_optimizer=draw(st.booleans()),
+        parallel__overlap_grad_reduce=draw(st.booleans()),
+        parallel__gpus_per_node=draw(st.sampled_from([None, 2, 4])),
+        training__recompute_granularity=draw(st.sampled_from([None, "full", "selective"])),
         model__untie_embeddings_and_output_weights=draw(st.booleans()),
         training__precision=draw(st.sampled_from(["fp32", "bf16"])),
         training__global_batch_size=4 * draw(st.integers(1, 6)),
@@ -35,7 +41,8 @@ def runs(draw: st.DrawFn) -> tuple[RunSpec, OpProfile]:
     profile = make_profile(
         run, seed=draw(st.integers(0, 99)), jitter=0.5, op_bytes={op: draw(sizes) for op in ops}
     )
-    return run, profile
+    slow = Transfer(latency_s=3e-4, bandwidth_bytes_per_s=1e8)
+    return run, profile.model_copy(update={"p2p_between_nodes": slow, "all_reduce_between_nodes": slow})
 
 
 def splits(draw: st.DrawFn, stages: int) -> tuple[int, ...]:

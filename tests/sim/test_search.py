@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.exhaustive import NaiveExit, NaiveVerdict, all_verdicts, modes_of, verdict
 
-from eeplan.profile import OpProfile
+from eeplan.profile import OpProfile, Transfer
 from eeplan.sim import solve as solve_module
 from eeplan.sim.costs import cost_model, stage_costs
 from eeplan.sim.layout import layout_of, uniform_layout
@@ -47,6 +47,11 @@ def searches(draw: st.DrawFn) -> tuple[RunSpec, OpProfile, int]:
         model__untie_embeddings_and_output_weights=draw(st.booleans()),
         parallel__pipeline_model_parallel_size=stages,
         parallel__data_parallel_size=draw(st.sampled_from([1, 1, 2])),
+        parallel__p2p_communication=draw(st.sampled_from(["asynchronous", "rendezvous"])),
+        parallel__gpus_per_node=draw(st.sampled_from([None, 2])),
+        parallel__use_distributed_optimizer=draw(st.booleans()),
+        parallel__overlap_grad_reduce=draw(st.booleans()),
+        training__recompute_granularity=draw(st.sampled_from([None, "full"])),
         training__global_batch_size=4 * draw(st.integers(1, 5)),
         exits__head=draw(st.sampled_from(["minimal", "norm", "block"])),
         exits__untie_exit_output_weights=draw(st.booleans()),
@@ -62,6 +67,8 @@ def searches(draw: st.DrawFn) -> tuple[RunSpec, OpProfile, int]:
         p2p_bandwidth_bytes_per_s=2e9 if latency_s else 1e18,
         process_base_bytes=0,
     )
+    slow = Transfer(latency_s=3e-4, bandwidth_bytes_per_s=1e8)
+    profile = profile.model_copy(update={"p2p_between_nodes": slow, "all_reduce_between_nodes": slow})
     most = 2 if (layers > 4 and split != "auto") or layers > 6 else 3
     return run, profile, draw(st.integers(1, min(most, layers - 1)))
 
