@@ -29,14 +29,31 @@ LAYOUTS = {
     "two_replicas": {"parallel__data_parallel_size": 2},
 }
 ALONE = {"parallel__pipeline_model_parallel_size": 1}
+ON_FOUR = {
+    "four_stages": {"parallel__pipeline_model_parallel_size": 4},
+    "stages_and_shares": {
+        "parallel__pipeline_model_parallel_size": 2,
+        "parallel__tensor_model_parallel_size": 2,
+        "parallel__sequence_parallel": True,
+    },
+    "shares_and_replicas": {
+        "parallel__tensor_model_parallel_size": 2,
+        "parallel__data_parallel_size": 2,
+    },
+}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Plans of one model, and what two ranks in each layout left."""
     folder = tmp_path_factory.mktemp("evaluation")
+    evaluate_in(folder, LAYOUTS, nproc=2)
+    return folder
+
+
+def evaluate_in(folder: Path, layouts: dict[str, dict[str, Any]], nproc: int) -> None:
     files = build_small(folder)
-    for name, layout in {"alone": ALONE, **LAYOUTS}.items():
+    for name, layout in {"alone": ALONE, **layouts}.items():
         settings: dict[str, Any] = {
             "model__num_layers": 4,
             # The same padding however it is cut, since losses count it.
@@ -52,8 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_plan(folder / f"{name}.yaml", make_plan(run))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent))
-        launch("evaluation_worker", [str(folder), *LAYOUTS], nproc=2, threads_per_process=1)
-    return folder
+        launch("evaluation_worker", [str(folder), *layouts], nproc=nproc, threads_per_process=1)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +94,19 @@ def seen(folder: Path, layout: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_says_what_one_process_says(folder: Path, offline: Outcomes, layout: str) -> None:
-    found = seen(folder, layout)
+    check_against(offline, seen(folder, layout))
+
+
+@pytest.mark.long
+def test_four_ranks_say_what_one_process_says(tmp_path: Path, folder: Path, offline: Outcomes) -> None:
+    evaluate_in(tmp_path, ON_FOUR, nproc=4)
+    for layout in ON_FOUR:
+        found = seen(tmp_path, layout)
+        check_against(offline, found)
+        assert found["losses"] == pytest.approx(seen(folder, "two_stages")["losses"], rel=1e-5)
+
+
+def check_against(offline: Outcomes, found: dict[str, Any]) -> None:
     assert found["num_tokens"] == offline.num_tokens == 2 * 16 * 16
     for index, name in enumerate(("exit_1", "exit_2", "final")):
         wanted = exit_quality(offline, index)

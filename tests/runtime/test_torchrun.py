@@ -30,6 +30,7 @@ def plan_in(folder: Path, **overrides: Any) -> Plan:
         "training__seq_length": 16,
         "training__train_iters": 3,
         "training__eval_iters": 1,
+        "split": "60,20,20",
         "exits": {"layers": [{"layer": 1}]},
     }
     write_plan(folder / "plan.yaml", make_plan(run_for(build_small(folder), **(settings | overrides))))
@@ -77,6 +78,7 @@ def test_two_agents_train_one_plan(tmp_path: Path) -> None:
     logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [one["iteration"] for one in logged if one["kind"] == "train"] == [1, 2, 3]
     assert {len(one["losses"]) for one in logged if one["kind"] == "validation"} == {2}
+    assert [(one["iteration"], len(one["losses"])) for one in logged if one["kind"] == "test"] == [(3, 2)]
     assert verify(checkpoint.resolve(tmp_path / "run"))["iteration"] == 3
     measured = json.loads((tmp_path / "run" / "measured.json").read_text())
     assert len(measured["peak_bytes"]) == len(plan.stages) == 2
