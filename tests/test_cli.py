@@ -37,6 +37,10 @@ SURFACE = {
     "demo": {"--out", "--json"},
     "bench sim": {"--json"},
     "bench train": {"--stages", "--rounds", "--json"},
+    "bench decode": {
+        *("checkpoint", "--data", "--profile", "--threshold", "--batch", "--rounds", "--max-new-tokens"),
+        *("--figures", "--json"),
+    },
     "validate paper": {"--data", "--json"},
     "validate sailor": {"--data", "--link-bandwidth", "--link-latency", "--base-bytes", "--json"},
     "import-ops": {

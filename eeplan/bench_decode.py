@@ -1,0 +1,184 @@
+"""``eeplan bench decode``: what was timed becomes runs, predictions and ratios. No torch here.
+
+What runs is in ``runtime.benches``.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from eeplan.plan import Plan
+from eeplan.profile import OpProfile
+from eeplan.sim.decode_process import Exit, decode_process
+from eeplan.sim.decode_speculative import Rounds, expected_speculative_ns
+from eeplan.sim.inference import decode_prediction
+from eeplan.sim.layout import Layout
+from eeplan.usage import ExitShares
+
+Threshold = float | tuple[float, ...]
+Name = Literal["full", "catch_up", "kv_recompute", "self_speculative", "pipeline", "transformers"]
+PERCENTILES = (10, 50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """What is timed: a mode at a threshold on so many sequences at once."""
+
+    mode: Name
+    batch: int
+    threshold: Threshold = 1.0
+
+
+@dataclass(slots=True)
+class Timing:
+    """What a contender took, round by round."""
+
+    first_s: list[float] = field(default_factory=list)
+    """From the prompts to the first token of all sequences."""
+    token_s: list[float] = field(default_factory=list)
+    """Seconds per token after that, all sequences together."""
+    latencies_s: list[float] = field(default_factory=list)
+    """Of single tokens of a sequence after its first one; tokens that come together share theirs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What does not depend on time: one pass over prompts, each alone."""
+
+    exits: dict[str, int]
+    """Tokens by exit, shallowest first."""
+    mean_depth: float
+    layers_per_token: float
+    """Decoder layers really run for each token after a sequence's first."""
+    checks_per_token: float
+    """Early heads computed for each."""
+    agreement: float
+    """Share of tokens that are the full model's after the same text."""
+    rounds: Rounds | None = None
+    """Of ``self_speculative``."""
+
+
+def run_of(
+    contender: Contender, timing: Timing, counts: Counts | None, predicted_tokens_per_s: float | None
+) -> dict[str, Any]:
+    """One entry of ``runs``.
+
+    Args:
+        counts: None where tokens were not looked at (``transformers``).
+
+    Returns:
+        ``mode``, ``batch``, ``threshold``; ``tokens_per_s``, median over rounds, of all sequences together,
+        after the first token; ``predicted_tokens_per_s`` or None; ``mean_layers``, decoder layers run per
+        token; ``agreement_with_full``; ``time_to_first_token_s``; ``latency_s`` of a token in percentiles;
+        ``mean_depth``, ``checks_per_token`` and ``exits``, tokens by exit.
+    """
+    speed = 1.0 / statistics.median(timing.token_s)
+    ordered = sorted(timing.latencies_s)
+    latency = {f"p{p}": ordered[min(len(ordered) - 1, len(ordered) * p // 100)] for p in PERCENTILES}
+    return {
+        "mode": contender.mode,
+        "batch": contender.batch,
+        "threshold": contender.threshold,
+        "tokens_per_s": speed,
+        "predicted_tokens_per_s": predicted_tokens_per_s,
+        "mean_layers": counts.layers_per_token if counts else None,
+        "agreement_with_full": counts.agreement if counts else None,
+        "time_to_first_token_s": statistics.median(timing.first_s),
+        "latency_s": latency,
+        "mean_depth": counts.mean_depth if counts else None,
+        "checks_per_token": counts.checks_per_token if counts else None,
+        "exits": counts.exits if counts else None,
+    }
+
+
+def ratios_of(
+    timings: Mapping[Contender, Timing], threshold: Threshold, ops_s: float
+) -> dict[str, float | None]:
+    """Tokens/s over tokens/s at batch 1 and one threshold: medians of the ratios within rounds.
+
+    Args:
+        ops_s: what the model's ops take for one token of mode ``full``.
+
+    Returns:
+        Named as ``catch_up_vs_full``; None where one of both was not timed. ``framework_overhead``: share of
+        a token's time in mode ``full`` that is outside the model's ops.
+    """
+
+    def seconds(mode: Name) -> list[float] | None:
+        early = mode not in ("full", "transformers")
+        found = timings.get(Contender(mode, 1, threshold if early else 1.0))
+        return found.token_s if found else None
+
+    def ratio(mode: Name, other: Name) -> float | None:
+        ours, theirs = seconds(mode), seconds(other)
+        if ours is None or theirs is None:
+            return None
+        return statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
+
+    full = seconds("full")
+    return {
+        "catch_up_vs_full": ratio("catch_up", "full"),
+        "pipeline_vs_full": ratio("pipeline", "full"),
+        "self_speculative_vs_full": ratio("self_speculative", "full"),
+        "catch_up_vs_kv_recompute": ratio("catch_up", "kv_recompute"),
+        "full_vs_transformers": ratio("full", "transformers"),
+        "framework_overhead": 1.0 - ops_s / statistics.median(full) if full else None,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Predictor:
+    """Tokens/s by the decode model, from a profile and what the tokens did."""
+
+    plan: Plan
+    profile: OpProfile | None
+    """None predicts nothing."""
+
+    def tokens_per_s(self, contender: Contender, counts: Counts | None) -> float | None:
+        """Of one sequence; None for several, without a profile, and for what is not ours."""
+        mode, early = contender.mode, self._exits()
+        if self.profile is None or counts is None or contender.batch != 1 or mode == "transformers":
+            return None
+        if mode == "self_speculative":
+            process = decode_process(self.profile, self._layout(), early, "catch_up")
+            assert counts.rounds is not None, "rounds are counted with drafts"
+            return 1e9 / expected_speculative_ns(process, early[0].depth, counts.rounds)
+        limit = self.plan.run.decode.recompute_limit
+        usage = self._usage(counts, 1.0 if mode == "full" else 0.5)
+        latency = decode_prediction(self.profile, self._layout(), early, usage, mode, limit)
+        return 1e9 / latency.ns_per_token
+
+    def _usage(self, counts: Counts, threshold: float) -> ExitShares:
+        """The shares that were counted; of ``threshold`` it only matters whether it is 1."""
+        total = sum(counts.exits.values())
+        depths = tuple(exit_.depth for exit_ in self._exits())
+        return ExitShares(
+            depths=depths,
+            num_layers=self.plan.run.model.num_layers,
+            early=tuple(counts.exits.get(f"exit_{depth}", 0) / total for depth in depths),
+            threshold=threshold,
+            is_assumption=False,
+            sentence="counted by this bench",
+        )
+
+    def _exits(self) -> list[Exit]:
+        return sorted(
+            (Exit(one.depth, one.head, one.stage) for one in self.plan.exits), key=lambda one: one.depth
+        )
+
+    def _layout(self) -> Layout:
+        return Layout(tuple(one.last_layer - one.first_layer + 1 for one in self.plan.stages))
+
+
+def contenders(
+    modes: Sequence[Name], batches: Sequence[int], thresholds: Sequence[Threshold]
+) -> list[Contender]:
+    """``full`` and, for each threshold, the modes with early exits, at every batch size."""
+    return [
+        Contender(mode, batch, threshold)
+        for batch in batches
+        for mode, threshold in [("full", 1.0), *((m, t) for t in thresholds for m in modes)]
+    ]
