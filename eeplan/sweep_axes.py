@@ -4,6 +4,8 @@ exits.count=0..4                    0, 1, 2, 3, 4
 training.global_batch_size=64..512:64
 exits.head=norm,mlp
 parallel.layer_split=[4,4],[3,5]    values are written as in a run file
+fill.policy.warmup=0..3             a part of a choice that the run file leaves out
+num_microbatches=8..128:8           M: global_batch_size follows from it and the rest of the run
 """
 
 from __future__ import annotations
@@ -20,6 +22,10 @@ from eeplan.schema import parse_yaml
 from eeplan.spec import RunSpec
 
 MOST_CONFIGURATIONS = 5_000_000
+MICROBATCHES = "num_microbatches"
+"""Key of the one axis that is no field of a run file."""
+_PARTS_OF_CHOICES = ("fill.policy.warmup", "fill.policy.cooldown")
+"""Keys that exist only once a word such as ``none`` is replaced by a mapping."""
 _RANGE = re.compile(r"\s*([-+0-9.eE]+?)\.\.([-+0-9.eE]+)(?::([-+0-9.eE]+))?\s*\Z")
 
 
@@ -42,6 +48,10 @@ def parse_axes(settings: Sequence[str], run: RunSpec) -> tuple[Axis, ...]:
     """
     axes = tuple(_axis(text, run) for text in settings)
     keys = [axis.key for axis in axes]
+    if MICROBATCHES in keys and "training.global_batch_size" in keys:
+        raise SpecError(
+            f"--set {MICROBATCHES} and --set training.global_batch_size say the same twice; drop one"
+        )
     for key in keys:
         if keys.count(key) > 1:
             raise SpecError(f"--set {key} is given twice; list all its values in one")
@@ -52,9 +62,11 @@ def parse_axes(settings: Sequence[str], run: RunSpec) -> tuple[Axis, ...]:
 
 
 def set_key(document: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key of a dumped run."""
+    """Set a dotted key of a dumped run; a word that stands for a mapping gives way to it."""
     *parents, last = key.split(".")
     for parent in parents:
+        if not isinstance(document[parent], dict):
+            document[parent] = {}
         document = document[parent]
     document[last] = value
 
@@ -64,6 +76,8 @@ def _axis(text: str, run: RunSpec) -> Axis:
     key = key.strip()
     if not equals or not values.strip():
         raise SpecError(f"--set {text!r}: expected key=value,value or key=first..last:step")
+    if key in (MICROBATCHES, *_PARTS_OF_CHOICES):
+        return Axis(key, tuple(_values(key, values)))
     node: Any = run.model_dump(mode="json")
     for part in key.split("."):
         if not isinstance(node, dict) or part not in node:

@@ -1,8 +1,8 @@
-"""Figures of a sweep: time and memory over each axis of numbers."""
+"""Figures of a sweep: time, memory and decode latency over each axis of numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,8 @@ from eeplan.sweep_axes import Axis
 if TYPE_CHECKING:
     import pandas as pd
 
+_DECODE_MODES = ("decode_full_s", "decode_kv_recompute_s", "decode_catch_up_s", "decode_pipeline_s")
+_UnitOf = Callable[[float], tuple[str, float]]
 MOST_LINES = 6
 """As many hues as can be told apart."""
 
@@ -41,7 +43,7 @@ def write_figures(table: pd.DataFrame, axes: Sequence[Axis], folder: Path, capti
 
 
 def axis_figure(table: pd.DataFrame, axis: Axis, lines: Axis | None, caption: str) -> Figure:
-    """Iteration time and peak memory over one axis.
+    """Iteration time, peak memory and, where it was predicted, decode latency over one axis.
 
     Args:
         table: of :func:`eeplan.sweep.sweep`.
@@ -52,14 +54,23 @@ def axis_figure(table: pd.DataFrame, axis: Axis, lines: Axis | None, caption: st
     Each point is the least of all feasible rows that it stands for, so that axes not drawn are at their best.
     """
     feasible = table[table["feasible"]]
-    columns = (("iteration_time_s", "iteration time", time_unit), ("peak_bytes", "peak memory", size_unit))
+    columns: list[tuple[str, str, _UnitOf]] = [
+        ("iteration_time_s", "iteration time", time_unit),
+        ("peak_bytes", "peak memory", size_unit),
+    ]
+    what = "Time and memory"
+    if feasible["decode_full_s"].notna().any():
+        # Every mode gives the same tokens, so the fastest is what counts.
+        feasible = feasible.assign(decode_s=feasible[list(_DECODE_MODES)].min(axis=1))
+        columns.append(("decode_s", "decoding, fastest mode, per token", time_unit))
+        what = "Time, memory and decode latency"
     names = [None] if lines is None else list(lines.values)
     with house_style():
         by = "" if lines is None else f", one line per {lines.key}"
-        figure = new_figure(WIDTH_IN, 3.6, f"Time and memory over {axis.key}{by}", caption)
+        figure = new_figure(WIDTH_IN, 3.6, f"{what} over {axis.key}{by}", caption)
         handles = []
         for panel, (column, title, unit_of) in enumerate(columns, start=1):
-            plot = figure.add_subplot(1, 2, panel)
+            plot = figure.add_subplot(1, len(columns), panel)
             unit, scale = unit_of(float(feasible[column].median()))
             for number, name in enumerate(names):
                 colour = INK if lines is None else EXIT_COLOURS[number % len(EXIT_COLOURS)]

@@ -1,106 +1,44 @@
-"""One configuration's time and memory with its exits placed best, sharing work between configurations.
+"""One configuration's time, memory and decode latency, sharing work between configurations.
 
-Exits of one kind cost the same wherever they read on a stage, so a placement is a vector of counts per stage.
-All vectors of a configuration are bounded at once by the closed form without messages; the recurrence then
-judges them from the least bound up, until no bound is below the best. The result is the planner's (tested).
+Configurations differ in few things at a time, so stage costs, placements and decode processes are kept and
+used again. What that does not cover goes to the planner itself, a few hundred times slower: a free layer
+split, several head kinds, exits placed for decoding, open numbers of stages or microbatch sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from eeplan.errors import ProfileError
+from eeplan.plan import Certificate
 from eeplan.profile import OpProfile
 from eeplan.profile_scaling import adapted
-from eeplan.sim.bounds import in_flight_microbatches
-from eeplan.sim.choice import wanted_kinds
-from eeplan.sim.costs import (
-    CostModel,
-    StageCosts,
-    Transport,
-    cost_model,
-    pipeline_costs,
-    shared_matrix_sync_ns,
-    stage_costs,
-    to_ns,
-)
-from eeplan.sim.engine import message_ns
-from eeplan.sim.fast import closed_form_makespans_ns, ends_ns
-from eeplan.sim.layout import Layout, can_hold, layout_of
-from eeplan.sim.parameters import Head
-from eeplan.spec import EXIT_FORWARDS, ExitForward, ExitsSpec, RunSpec
-
-Integers = NDArray[np.int64]
+from eeplan.sim.choice import Choice, PlacedExit, wanted_kinds
+from eeplan.sim.costs import CostModel, cost_model, to_ns
+from eeplan.sim.decode_process import Exit
+from eeplan.sim.fill_choice import choose_fill
+from eeplan.sim.layout import Layout, Slot, layout_of, least_overshoot
+from eeplan.sim.planner import make_plan
+from eeplan.sim.search import judge
+from eeplan.spec import ExitForward, RunSpec
+from eeplan.sweep_batches import Batch, Integers, batch_of, least, modes_of, peaks_of
+from eeplan.sweep_decode import DecodePredictor
+from eeplan.sweep_outcome import DecodeOutcome, Outcome, outcome_of
+from eeplan.usage import ExitUsage, Usage, UsagePrior
 
 _Key = tuple[Hashable, ...]
-_EXITS_FROM = 6
-"""Where the part of a key that says how exits look begins."""
-
-CHUNK = 32
-"""Candidates judged between two looks at the best: as many as the kernel runs side by side."""
-MOST_PLACEMENTS = 200_000
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What is predicted for one configuration; None where it is infeasible."""
-
-    feasible: bool
-    reason: str = ""
-    num_microbatches: int | None = None
-    num_exits: int | None = None
-    exits_per_stage: str | None = None
-    exit_forward: ExitForward | None = None
-    iteration_time_s: float | None = None
-    pipeline_s: float | None = None
-    grad_sync_s: float | None = None
-    optimizer_s: float | None = None
-    time_overhead: float | None = None
-    """Against the same run without exits."""
-    tokens_per_s: float | None = None
-    peak_bytes: int | None = None
-    """Of the largest stage's process; the least possible one where nothing fits."""
-    extrapolated_ops: str = ""
-    interpolated_ops: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """Candidates of one configuration group as arrays; n candidates, P stages."""
-
-    counts: Integers
-    """[n, P]"""
-    is_eager: NDArray[np.bool_]
-    """[n]"""
-    forward_ns: Integers
-    backward_ns: Integers
-    data_sync_ns: Integers
-    """[n, P]"""
-    holds: NDArray[np.bool_]
-    """[n, P]: a copy of the shared matrix."""
-    shared_sync_ns: Integers
-    """[n]"""
-    optimizer_ns: Integers
-    """[n]"""
-    state_bytes: Integers
-    kept_bytes: Integers
-    transient_bytes: Integers
-    optimizer_bytes: Integers
-    """[n, P]"""
-    message_ns: tuple[int, ...]
-    transport: Transport
+_NO_DECODING = DecodeOutcome()
+_NO_PROOF = Certificate(optimal=True, evaluated=0, space_size=0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Best:
     """The best candidate that fits, or None, and the least peak of any."""
 
-    batch: _Batch
+    batch: Batch
     row: int | None
     pipeline_ns: int
     grad_sync_ns: int
@@ -118,22 +56,45 @@ class _Shared:
     """The error when the profile has no costs for them."""
 
 
-class Predictor:
-    """Predicts runs with one profile; keeps what runs share."""
+@dataclass(frozen=True, slots=True)
+class _Placement:
+    """The exits of one candidate at the depths that the planner would take, and how a row tells them."""
 
-    def __init__(self, profile: OpProfile) -> None:
-        self._profile = profile
+    exits: tuple[PlacedExit, ...]
+    points: tuple[Exit, ...]
+    """The same for the decode model."""
+    mode: ExitForward
+    counts: str
+    depths: str
+    layers: str
+
+
+class Predictor:
+    """Predicts runs with one profile; keeps what runs share.
+
+    Args:
+        profile: op costs; other microbatch sizes and vocabularies are derived from it, and the rows say so.
+        usage: how often tokens leave early; None takes each run's ``decode.prior``.
+    """
+
+    def __init__(self, profile: OpProfile, usage: Usage | None = None) -> None:
+        self._profile, self._usage = profile, usage
+        self._decode = DecodePredictor(profile, usage)
         self._models: dict[Hashable, _Shared] = {}
-        self._batches: dict[Hashable, _Batch] = {}
+        self._batches: dict[Hashable, Batch] = {}
         self._peaks: dict[Hashable, tuple[Integers, Integers]] = {}
         self._best: dict[Hashable, _Best] = {}
+        self._placements: dict[Hashable, _Placement] = {}
 
     def predict(self, run: RunSpec) -> Outcome:
-        """Time and memory of ``run``.
+        """Time, memory and decoding of ``run``.
 
         Raises:
             ProfileError: the profile is of another model, or lacks an op.
+            PlanInfeasible: fills by hand, or an open choice, that fit no limit.
         """
+        if _is_open(run):
+            return self._planned(run)
         key, model = self._model(run)
         limit = run.limits.device_memory_bytes
         baseline = self._judged(key, model, run, 0, None)
@@ -145,19 +106,29 @@ class Predictor:
                 return self._infeasible(model, run, count, best)
             overhead = best.iteration_ns / baseline.iteration_ns - 1.0
             if run.exits.count != "auto" or not count or overhead <= run.limits.max_time_overhead:
-                return self._feasible(model, run, count, best, overhead)
+                return self._feasible(model, run, count, best, baseline)
         raise AssertionError("trying no exits at all is the last resort")
 
-    def _model(self, run: RunSpec) -> tuple[_Key, CostModel]:
-        """Costs of everything that two runs with the same key share; only their batch and limits differ."""
+    def _planned(self, run: RunSpec) -> Outcome:
+        profile = adapted(self._profile, run)
+        usage = None
+        if self._usage is not None:
+            usage = ExitUsage.model_validate({"schema_version": 1, _usage_key(self._usage): self._usage})
+        return outcome_of(make_plan(run, "", profile, "", usage))
+
+    def _model(self, run: RunSpec) -> tuple[tuple[_Key, _Key], CostModel]:
+        """Costs of everything that two runs with the same key share; only their batch and limits differ.
+
+        The key has a part without exits and one that says how they look.
+        """
         training, exits = run.training, run.exits
         # Comparing identities is fast; the objects are kept, so an identity is never given out twice.
-        key = (
-            *(id(run.model), id(run.parallel)),
-            *(training.micro_batch_size, training.seq_length, training.precision),
-            training.recompute_granularity,
-            *(exits.head, exits.untie_exit_output_weights, exits.layers),
+        bare = (
+            *(id(run.model), id(run.parallel), training.micro_batch_size, training.seq_length),
+            *(training.precision, training.recompute_granularity),
         )
+        looks = (exits.head, exits.untie_exit_output_weights, exits.layers, exits.distillation)
+        key = bare, looks
         known = self._models.get(key)
         if known is None:
             known = self._models[key] = _Shared(run, self._cost_model(run))
@@ -172,14 +143,16 @@ class Predictor:
         except ProfileError as error:
             return error
 
-    def _judged(self, key: _Key, model: CostModel, run: RunSpec, count: int, limit: int | None) -> _Best:
-        modes = _modes(run.exits)
+    def _judged(
+        self, key: tuple[_Key, _Key], model: CostModel, run: RunSpec, count: int, limit: int | None
+    ) -> _Best:
+        modes = modes_of(run.exits)
         # Without exits nothing depends on what they would have been.
-        batch_key = (key, count, modes) if count else (key[:_EXITS_FROM], 0)
+        batch_key = (key, count, modes) if count else (key[0], 0)
         best_key = (batch_key, run.num_microbatches, limit)
         if best_key not in self._best:
             if batch_key not in self._batches:
-                self._batches[batch_key] = _batch(model, run.exits, count, modes)
+                self._batches[batch_key] = batch_of(model, run.exits, count, modes)
             self._best[best_key] = self._find(batch_key, model, run.num_microbatches, limit)
         return self._best[best_key]
 
@@ -187,42 +160,82 @@ class Predictor:
         batch, stages = self._batches[key], model.layout.num_stages
         peaks_key = (key, min(num_microbatches, stages))
         if peaks_key not in self._peaks:
-            self._peaks[peaks_key] = _peaks(batch, num_microbatches, model.profile.process_base_bytes)
+            self._peaks[peaks_key] = peaks_of(batch, num_microbatches, model.profile.process_base_bytes)
         peaks, at_stage = self._peaks[peaks_key]
         allowed = np.arange(len(peaks)) if limit is None else np.flatnonzero(peaks <= limit)
         if not len(allowed):
-            least = int(peaks.argmin())
-            return _Best(batch, None, 0, 0, 0, int(peaks[least]), int(at_stage[least]))
-        row, pipeline, sync, iteration = _least(batch, allowed, peaks, num_microbatches)
+            smallest = int(peaks.argmin())
+            return _Best(batch, None, 0, 0, 0, int(peaks[smallest]), int(at_stage[smallest]))
+        row, pipeline, sync, iteration = least(batch, allowed, peaks, num_microbatches)
         overhead = to_ns(model.profile.iteration_overhead_s)
         return _Best(batch, row, pipeline, sync, iteration + overhead, int(peaks[row]), int(at_stage[row]))
 
-    def _feasible(self, model: CostModel, run: RunSpec, count: int, best: _Best, overhead: float) -> Outcome:
+    def _feasible(self, model: CostModel, run: RunSpec, count: int, best: _Best, baseline: _Best) -> Outcome:
         batch, training = best.batch, run.training
         assert best.row is not None, "only a candidate that fits is feasible"
-        seconds = best.iteration_ns / 1e9
-        counts = batch.counts[best.row].tolist()
+        placed = self._placed(run, model, batch, best.row)
+        pipeline_ns, sync_ns, iteration_ns = best.pipeline_ns, best.grad_sync_ns, best.iteration_ns
+        peak_bytes, warm_up, cool_down = best.peak_bytes, 0, 0
+        if run.fill.policy != "none":
+            # What the planner does with its choice: the counts do not depend on how that was found.
+            found = judge(replace(model, run=run), [(placed.mode, batch.stages[best.row])])[0]
+            filled = choose_fill(found.model, Choice(placed.exits, found, found, (), _NO_PROOF))
+            pipeline_ns, sync_ns = filled.candidate.pipeline_ns, filled.candidate.grad_sync_ns
+            iteration_ns, peak_bytes = filled.candidate.iteration_ns, max(filled.candidate.peak_bytes)
+            warm_up, cool_down = len(filled.fill.depths), len(filled.fill.reaches)
+        decode = self._decode.predict(run, model.layout, placed.points) or _NO_DECODING
+        seconds = iteration_ns / 1e9
         used = {"exit_" + run.exits.head_kind} if count and not run.exits.layers else set()
         extrapolated, interpolated = (
             [op for op in ops if run.exits.layers or not op.startswith("exit_") or op in used]
             for ops in (model.extrapolated_ops, model.interpolated_ops)
         )
+        if decode.estimated:
+            extrapolated.append("decode_heads")
         return Outcome(
             feasible=True,
             num_microbatches=run.num_microbatches,
-            num_exits=sum(counts),
-            exits_per_stage=" ".join(map(str, counts)),
-            exit_forward="eager" if batch.is_eager[best.row] else "deferred",
+            num_exits=len(placed.exits),
+            exits_per_stage=placed.counts,
+            exit_depths=placed.depths,
+            layers_per_stage=placed.layers,
+            exit_forward=placed.mode,
             iteration_time_s=seconds,
-            pipeline_s=best.pipeline_ns / 1e9,
-            grad_sync_s=best.grad_sync_ns / 1e9,
+            pipeline_s=pipeline_ns / 1e9,
+            grad_sync_s=sync_ns / 1e9,
             optimizer_s=int(batch.optimizer_ns[best.row]) / 1e9,
-            time_overhead=overhead,
+            time_overhead=iteration_ns / baseline.iteration_ns - 1.0,
             tokens_per_s=training.global_batch_size * training.seq_length / seconds,
-            peak_bytes=best.peak_bytes,
+            peak_bytes=peak_bytes,
+            fill_warm_up=warm_up,
+            fill_cool_down=cool_down,
+            decode_full_s=decode.full_s,
+            decode_kv_recompute_s=decode.kv_recompute_s,
+            decode_catch_up_s=decode.catch_up_s,
+            decode_pipeline_s=decode.pipeline_s,
+            decode_speed_up=decode.speed_up,
+            decode_mean_depth=decode.mean_depth,
+            usage_is_assumption=decode.usage_is_assumption,
             extrapolated_ops=" ".join(extrapolated),
             interpolated_ops=" ".join(interpolated),
         )
+
+    def _placed(self, run: RunSpec, model: CostModel, batch: Batch, row: int) -> _Placement:
+        key = id(batch), row
+        if key not in self._placements:
+            heads = [head for stage in batch.stages[row] for head in stage.heads]
+            counts, slots = batch.counts[row].tolist(), _slots(run, model.layout, batch, row)
+            self._placements[key] = _Placement(
+                exits=tuple(PlacedExit(slot, head, None) for slot, head in zip(slots, heads, strict=True)),
+                points=tuple(
+                    Exit(slot.depth, head.kind, slot.stage) for slot, head in zip(slots, heads, strict=True)
+                ),
+                mode="eager" if batch.is_eager[row] else "deferred",
+                counts=" ".join(map(str, counts)),
+                depths=" ".join(str(slot.depth) for slot in slots),
+                layers=" ".join(map(str, model.layout.layers_per_stage)),
+            )
+        return self._placements[key]
 
     @staticmethod
     def _infeasible(model: CostModel, run: RunSpec, count: int, best: _Best) -> Outcome:
@@ -239,164 +252,35 @@ class Predictor:
         )
 
 
+def _slots(run: RunSpec, layout: Layout, batch: Batch, row: int) -> tuple[Slot, ...]:
+    """Where the exits of a candidate read."""
+    if batch.heads:
+        requests = sorted(run.exits.layers, key=lambda request: request.depth)
+        return tuple(Slot(one.depth, layout.stage_of(one), one.layer, one.boundary) for one in requests)
+    found = least_overshoot(batch.counts[row].tolist(), layout)
+    assert found is not None, "candidates have room for their exits"
+    return found[1]
+
+
+def _is_open(run: RunSpec) -> bool:
+    """Whether the planner has more to choose than how many exits go where."""
+    exits, search = run.exits, run.search
+    return bool(
+        run.parallel.layer_split == "auto"
+        or (exits.objective == "decode_speed_up" and exits.count)
+        or len(exits.head_kinds) > 1
+        or search.pipeline_model_parallel_size
+        or search.micro_batch_size
+    )
+
+
+def _usage_key(usage: Usage) -> str:
+    return "prior" if isinstance(usage, UsagePrior) else "measured"
+
+
 def _counts_to_try(run: RunSpec) -> Iterator[int]:
     """Numbers of exits in the planner's order: from the most allowed down for ``auto``."""
     if run.exits.count == "auto":
         yield from range(min(run.exits.max_count, run.model.num_layers - 1), -1, -1)
     else:
         yield run.exits.count or len(run.exits.layers)
-
-
-def _modes(exits: ExitsSpec) -> tuple[ExitForward, ...]:
-    return EXIT_FORWARDS if exits.exit_forward == "auto" else (exits.exit_forward,)
-
-
-def _batch(model: CostModel, exits: ExitsSpec, count: int, modes: Sequence[ExitForward]) -> _Batch:
-    """All candidates with ``count`` exits; those of the first mode come first."""
-    layout = model.layout
-    if count and exits.layers:
-        heads = [_by_hand(exits, layout, stage) for stage in range(layout.num_stages)]
-        counts = np.array([[len(on_stage) for on_stage in heads]])
-        tables = [[{len(heads[s]): _stage(model, s, heads[s], mode)} for s in range(layout.num_stages)]
-                  for mode in modes]  # fmt: skip
-    else:
-        counts = _placements(layout, count)
-        head = Head(exits.head_kind, tied=not exits.untie_exit_output_weights)
-        # Where exits forward makes no difference without exits.
-        modes = modes if count else modes[:1]
-        tables = [
-            [
-                {c: _stage(model, s, (head,) * c, mode) for c in np.unique(counts[:, s]).tolist()}
-                for s in range(layout.num_stages)
-            ]
-            for mode in modes
-        ]
-    rows = [
-        [tables[m][s][c] for s, c in enumerate(vector)]
-        for m in range(len(modes))
-        for vector in counts.tolist()
-    ]
-    return _arrays(
-        model, rows, np.tile(counts, (len(modes), 1)), np.repeat([m == "eager" for m in modes], len(counts))
-    )
-
-
-def _by_hand(exits: ExitsSpec, layout: Layout, stage: int) -> tuple[Head, ...]:
-    requests = sorted(exits.layers, key=lambda request: request.depth)
-    return tuple(
-        Head(
-            request.head or exits.head_kind,
-            not exits.untie_exit_output_weights if request.tied is None else request.tied,
-        )
-        for request in requests
-        if layout.stage_of(request) == stage
-    )
-
-
-def _stage(model: CostModel, stage: int, heads: tuple[Head, ...], mode: ExitForward) -> StageCosts:
-    return stage_costs(model, stage, heads, mode)
-
-
-def _arrays(
-    model: CostModel, rows: Sequence[Sequence[StageCosts]], counts: Integers, is_eager: NDArray[np.bool_]
-) -> _Batch:
-    def column(name: str) -> Integers:
-        return np.array([[getattr(stage, name) for stage in stages] for stages in rows], dtype=np.int64)
-
-    return _Batch(
-        counts=counts,
-        is_eager=is_eager,
-        forward_ns=column("forward_ns"),
-        backward_ns=column("backward_ns"),
-        data_sync_ns=column("data_sync_ns"),
-        holds=column("holds_shared_matrix").astype(bool),
-        shared_sync_ns=np.array([shared_matrix_sync_ns(model, stages) for stages in rows], dtype=np.int64),
-        optimizer_ns=column("optimizer_ns").max(axis=1),
-        state_bytes=column("state_bytes"),
-        kept_bytes=column("kept_bytes"),
-        transient_bytes=np.maximum(column("forward_transient_bytes"), column("backward_transient_bytes")),
-        optimizer_bytes=column("optimizer_transient_bytes"),
-        message_ns=message_ns(pipeline_costs(model, rows[0])),
-        transport=model.run.parallel.p2p_communication,
-    )
-
-
-@lru_cache(maxsize=1024)
-def _placements(layout: Layout, count: int) -> Integers:
-    """All vectors of exits per stage, [n, P].
-
-    Raises:
-        ProfileError: too many for a sweep.
-    """
-    room = [len(layout.slots(stage)) for stage in range(layout.num_stages)]
-    vectors: list[tuple[int, ...]] = []
-    for vector in _vectors(count, room):
-        if can_hold(vector, layout):
-            vectors.append(vector)
-        if len(vectors) > MOST_PLACEMENTS:
-            raise ProfileError(
-                f"exits.count: {count} exits on {layout.num_stages} stages have more than {MOST_PLACEMENTS} "
-                "placements; plan such a run by itself"
-            )
-    return np.array(vectors, dtype=np.int64)
-
-
-def _vectors(count: int, room: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    if not room:
-        if not count:
-            yield ()
-        return
-    for here in range(max(0, count - sum(room[1:])), min(count, room[0]) + 1):
-        for rest in _vectors(count - here, room[1:]):
-            yield (here, *rest)
-
-
-def _peaks(batch: _Batch, num_microbatches: int, base_bytes: int) -> tuple[Integers, Integers]:
-    """Largest peak of any stage and where, [n] each; ``memory.iteration_peak_bytes`` with the base."""
-    stages = batch.forward_ns.shape[1]
-    in_flight = np.array([in_flight_microbatches(stages, num_microbatches, s) for s in range(stages)])
-    pipeline = in_flight * batch.kept_bytes + batch.transient_bytes
-    peaks = batch.state_bytes + np.maximum(pipeline, batch.optimizer_bytes) + base_bytes
-    return peaks.max(axis=1), peaks.argmax(axis=1)
-
-
-def _least(
-    batch: _Batch, allowed: Integers, peaks: Integers, num_microbatches: int
-) -> tuple[int, int, int, int]:
-    """Row, pipeline, synchronisation and iteration of the candidate with the least iteration time.
-
-    Of equally fast ones a deferred one, then the one with the least peak, then the first.
-    """
-    stages = batch.forward_ns.shape[1]
-    bounds = batch.optimizer_ns[allowed]
-    is_whole = len(allowed) <= CHUNK
-    if not is_whole:
-        if num_microbatches >= stages:
-            bounds = bounds + closed_form_makespans_ns(
-                batch.forward_ns[allowed], batch.backward_ns[allowed], num_microbatches
-            )
-        order = np.argsort(bounds, kind="stable")
-        allowed, bounds = allowed[order], bounds[order]
-    best: tuple[int, bool, int, int] | None = None
-    parts = (0, 0)
-    for start in range(0, len(allowed), CHUNK):
-        if best is not None and int(bounds[start]) > best[0]:
-            break
-        rows = allowed[start : start + CHUNK]
-        # Most configurations have few candidates, all allowed; picking those costs as much as judging them.
-        pick = slice(None) if is_whole and len(rows) == len(batch.forward_ns) else rows
-        times = batch.forward_ns[pick], batch.backward_ns[pick]
-        ends = ends_ns(*times, num_microbatches, batch.message_ns, batch.transport)
-        pipeline = ends.max(axis=1)
-        ready = ends + batch.data_sync_ns[pick]
-        # Every stage but those holding the shared matrix is done when its own reduction is.
-        shared = np.where(batch.holds[pick], ready, 0).max(axis=1) + batch.shared_sync_ns[pick]
-        sync = np.maximum(ready.max(axis=1), shared) - pipeline
-        iteration = pipeline + sync + batch.optimizer_ns[pick]
-        for i in np.flatnonzero(iteration == iteration.min()).tolist():
-            row = int(rows[i])
-            rank = (int(iteration[i]), bool(batch.is_eager[row]), int(peaks[row]), row)
-            if best is None or rank < best:
-                best, parts = rank, (int(pipeline[i]), int(sync[i]))
-    assert best is not None, "some candidate is allowed"
-    return best[3], *parts, best[0]

@@ -10,11 +10,13 @@ from typing import Any
 import pandas as pd
 import pytest
 from builders import make_plan, make_profile, make_run
+from decode_cases import with_decode_costs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eeplan import sweep as sweep_module
 from eeplan.errors import EeplanError, FileError, SpecError
+from eeplan.plan import Plan
 from eeplan.profile import OpProfile
 from eeplan.profile_scaling import adapted, with_vocabulary
 from eeplan.spec import RunSpec
@@ -39,29 +41,84 @@ def plan_of(run: RunSpec, profile: OpProfile) -> dict[str, Any]:
         "peak_bytes": max(s.memory.peak_bytes + s.memory.process_base_bytes for s in plan.stages),
         "num_exits": sum(counts),
         "exit_forward": plan.exit_forward,
+        "exit_depths": " ".join(str(placed.depth) for placed in plan.exits),
+        "fill_warm_up": len(plan.fill.warm_up_depths) if plan.fill else 0,
+        "fill_cool_down": len(plan.fill.truncated_reaches) if plan.fill else 0,
+    } | decode_of(plan)
+
+
+def plan_or_reason(run: RunSpec, profile: OpProfile) -> dict[str, Any] | str:
+    """What the planner predicts, or why it refuses."""
+    try:
+        return plan_of(run, profile)
+    except EeplanError as error:
+        return str(error)
+
+
+def decode_of(plan: Plan) -> dict[str, Any]:
+    """Seconds per token of every mode that was predicted."""
+    if plan.decode is None:
+        return {}
+    found: dict[str, Any] = {f"decode_{m.mode}_s": m.seconds_per_token for m in plan.decode.modes}
+    (chosen,) = [mode for mode in plan.decode.modes if mode.mode == plan.run.decode.mode]
+    return found | {
+        "decode_speed_up": chosen.speed_up,
+        "decode_mean_depth": chosen.mean_depth,
+        "usage_is_assumption": plan.decode.usage_is_assumption,
     }
+
+
+EXITS: tuple[dict[str, Any], ...] = (
+    {},
+    *({"count": count} for count in (0, 1, 2, 3, "auto")),
+    {"count": 2, "head": "block", "exit_forward": "eager"},
+    {"count": "auto", "untie_exit_output_weights": True},
+    {"layers": [{"layer": 3}, {"layer": 5, "head": "mlp"}]},
+)
+OPEN: tuple[dict[str, Any], ...] = (
+    {"exits": {"count": 1, "head": ["norm", "mlp"]}},
+    {"exits": {"count": "auto", "objective": "decode_speed_up"}},
+    {"exits": {"count": 2}, "parallel__layer_split": "auto"},
+    {"exits": {"count": 1}, "search": {"pipeline_model_parallel_size": [2, 4]}},
+)
+"""What only the planner can decide."""
+FILLS: tuple[dict[str, Any], ...] = (
+    {},
+    {},
+    {"policy": "auto"},
+    {"policy": "auto", "mode": "same_count", "max_time_overhead": 0.1},
+    {"policy": {"warmup": 1, "cooldown": 1}},
+)
+DECODES: tuple[dict[str, Any], ...] = (
+    {},
+    {"mode": "kv_recompute", "threshold": 0.5, "recompute_limit": 2},
+    {"threshold": 1.0},
+    {"prior": {"name": "ramp", "start": 0.3, "share": 0.7}},
+)
 
 
 @st.composite
 def configurations(draw: st.DrawFn) -> tuple[RunSpec, OpProfile]:
+    stages = draw(st.sampled_from([1, 2, 4]))
     run = make_run(
-        parallel__pipeline_model_parallel_size=draw(st.sampled_from([1, 2, 4])),
-        parallel__data_parallel_size=draw(st.sampled_from([1, 2])),
-        training__global_batch_size=4 * draw(st.integers(1, 12)),
-        model__untie_embeddings_and_output_weights=draw(st.booleans()),
-        exits=draw(
-            st.sampled_from(
-                [
-                    {},
-                    *({"count": count} for count in (0, 1, 2, 3, "auto")),
-                    {"count": 2, "head": "block", "exit_forward": "eager"},
-                    {"count": "auto", "untie_exit_output_weights": True},
-                    {"layers": [{"layer": 3}, {"layer": 5, "head": "mlp"}]},
-                ]
-            )
-        ),
-        limits__max_time_overhead=draw(st.sampled_from([0.0, 0.02, 0.05, 0.5])),
-        limits__device_memory_bytes=draw(st.sampled_from([None, 104 * 2**20, 105 * 2**20, 106 * 2**20])),
+        **{
+            "parallel__pipeline_model_parallel_size": stages,
+            "parallel__data_parallel_size": draw(st.sampled_from([1, 2])),
+            "parallel__use_distributed_optimizer": draw(st.booleans()),
+            "parallel__overlap_grad_reduce": draw(st.booleans()),
+            "parallel__p2p_communication": draw(st.sampled_from(["asynchronous", "rendezvous"])),
+            "training__global_batch_size": 4 * draw(st.integers(1, 12)),
+            "training__recompute_granularity": draw(st.sampled_from([None, "full"])),
+            "model__untie_embeddings_and_output_weights": draw(st.booleans()),
+            "exits": draw(st.sampled_from(EXITS)),
+            "fill": draw(st.sampled_from(FILLS)) if stages > 1 else {},
+            "decode": draw(st.sampled_from(DECODES)),
+            "limits__max_time_overhead": draw(st.sampled_from([0.0, 0.02, 0.05, 0.5])),
+            "limits__device_memory_bytes": draw(
+                st.sampled_from([None, None, 104 * 2**20, 105 * 2**20, 106 * 2**20])
+            ),
+        }
+        | draw(st.sampled_from(({}, {}, {}, {}, {}, *OPEN)))
     )
     profile = make_profile(
         run,
@@ -69,20 +126,22 @@ def configurations(draw: st.DrawFn) -> tuple[RunSpec, OpProfile]:
         jitter=0.5,
         p2p_latency_s=draw(st.sampled_from([0.0, 2e-5, 2e-3])),
     )
-    return run, profile
+    return run, with_decode_costs(profile) if draw(st.booleans()) else profile
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(configurations())
 def test_a_row_is_what_the_planner_predicts(case: tuple[RunSpec, OpProfile]) -> None:
     run, profile = case
     (row,) = rows(run, f"training.seed={run.training.seed}", profile=profile)
-    try:
-        planned = plan_of(run, profile)
-    except EeplanError:
+    planned = plan_or_reason(run, profile)
+    if isinstance(planned, str):
         assert not row["feasible"]
-        assert row["reason"].startswith("limits.device_memory_bytes: ")
-        assert row["peak_bytes"] > run.limits.device_memory_bytes
+        if row["reason"].startswith("limits.device_memory_bytes: "):
+            assert row["peak_bytes"] > run.limits.device_memory_bytes
+        else:
+            # Of fills by hand, and of what only the planner can decide.
+            assert row["reason"] == planned
         return
     assert row["feasible"], row["reason"]
     for name, value in planned.items():
@@ -244,6 +303,101 @@ def test_values_that_compare_equal_stay_apart() -> None:
     run = make_run()
     found = sweep(run, make_profile(run), (Axis("exits.count", (1, True, 1.0)),)).to_dict("records")
     assert [row["feasible"] for row in found] == [True, False, True]
+
+
+def test_microbatches_can_be_swept_by_their_number() -> None:
+    """M is no field of a run file: the batch follows from it, whatever else is swept."""
+    run = make_run()
+    settings_ = (
+        "num_microbatches=2..6:2",
+        "parallel.data_parallel_size=1,2",
+        "training.micro_batch_size=2,4",
+    )
+    profile = make_profile(run)
+    profile = profile.model_copy(
+        update={
+            "ops": (*profile.ops, *(one.model_copy(update={"micro_batch_size": 4}) for one in profile.ops))
+        }
+    )
+    found = rows(run, *settings_, profile=profile)
+    assert [row["num_microbatches"] for row in found] == [2] * 4 + [4] * 4 + [6] * 4
+    seq_length = run.training.seq_length
+    sizes = [round(row["tokens_per_s"] * row["iteration_time_s"] / seq_length) for row in found]
+    assert sizes[:4] == [4, 8, 8, 16]
+    by_batch = rows(run, "training.global_batch_size=4,8,12", profile=profile)
+    assert [row["iteration_time_s"] for row in by_batch] == [row["iteration_time_s"] for row in found[::4]]
+    assert not rows(run, "num_microbatches=0")[0]["feasible"]
+    assert "global_batch_size" in rows(run, "num_microbatches=many")[0]["reason"]
+    with pytest.raises(SpecError, match="say the same twice"):
+        parse_axes(("num_microbatches=1,2", "training.global_batch_size=8"), run)
+
+
+def test_fills_can_be_swept_part_by_part() -> None:
+    run = make_run(parallel__pipeline_model_parallel_size=4, exits={"layers": [{"layer": 1}, {"layer": 3}]})
+    found = rows(run, "fill.policy.warmup=0..4", "fill.policy.cooldown=0..1")
+    assert [row["feasible"] for row in found] == [True] * 8 + [False] * 2
+    assert [row["fill_cool_down"] for row in found[:8]] == [0, 1] * 4
+    # Inserts beyond the last exit's stage meet no loss and are dropped.
+    assert [row["fill_warm_up"] for row in found[:8:2]] == [0, 1, 2, 3]
+    assert "fill.policy.warmup is 4" in found[-1]["reason"]
+    whole = rows(run, "fill.policy={warmup: 1},auto,none")
+    assert whole[0]["iteration_time_s"] == found[2]["iteration_time_s"]
+    assert whole[2]["fill_warm_up"] == 0
+    (plan,) = [make_plan(make_run(**PIPELINE, fill={"policy": "auto"}))]
+    assert plan.fill is not None
+    assert rows(make_run(**PIPELINE), "fill.policy=auto")[0]["fill_warm_up"] == len(plan.fill.warm_up_depths)
+
+
+PIPELINE: dict[str, Any] = {"parallel__pipeline_model_parallel_size": 4, "exits": {"count": 2}}
+
+
+def test_decoding_is_predicted_for_every_threshold_and_prior() -> None:
+    run = make_run(exits={"count": 2})
+    profile = with_decode_costs(make_profile(run))
+    priors = "decode.prior={name: none},{name: uniform_depth}"
+    found = rows(run, "decode.threshold=0.8,1.0", priors, "exits.count=0..2", profile=profile)
+    full = {row["decode_full_s"] for row in found}
+    assert len(full) == 1
+    never = [row for row in found if row["decode.threshold"] == 1.0]
+    assert {row["decode_catch_up_s"] for row in never} == full
+    uniform = [row for row in found if "uniform" in row["decode.prior"] and row["decode.threshold"] < 1]
+    assert [row["decode_catch_up_s"] < row["decode_full_s"] for row in uniform] == [False, True, True]
+    # Nobody leaves, and every check is paid for.
+    nobody = [row for row in found if "none" in row["decode.prior"] and row["decode.threshold"] < 1]
+    assert [row["decode_speed_up"] < 1 for row in nobody] == [False, True, True]
+    assert all(row["usage_is_assumption"] for row in nobody[1:])
+    assert rows(run, "exits.count=1")[0]["decode_full_s"] is None
+
+
+def test_a_larger_vocabulary_makes_exit_checks_dearer() -> None:
+    run = make_run(exits={"count": 1})
+    profile = with_decode_costs(make_profile(run))
+    small, large = rows(run, "model.vocab_size=256,2560", profile=profile)
+    assert large["decode_full_s"] > small["decode_full_s"]
+    assert large["decode_speed_up"] != small["decode_speed_up"]
+    assert "decode_heads" in large["extrapolated_ops"]
+    assert "decode_heads" not in small["extrapolated_ops"]
+    step_s = sum(
+        cost.time.mean_s for cost in profile.decode[0].ops if cost.op == "final_head" and cost.rows == 1
+    )
+    assert large["decode_full_s"] - small["decode_full_s"] == pytest.approx(9 * step_s)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "training.recompute_granularity=null,full,selective",
+        "parallel.use_distributed_optimizer=false,true",
+        "parallel.overlap_grad_reduce=false,true",
+        "parallel.p2p_communication=asynchronous,rendezvous",
+    ],
+)
+def test_other_fields_have_their_effect(setting: str) -> None:
+    run = make_run(parallel__data_parallel_size=2, exits={"count": 1})
+    found = rows(run, setting, profile=make_profile(run))
+    assert all(row["feasible"] for row in found)
+    numbers = {(row["iteration_time_s"], row["peak_bytes"]) for row in found}
+    assert len(numbers) == len(found)
 
 
 def test_tables_are_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

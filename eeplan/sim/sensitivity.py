@@ -139,10 +139,11 @@ def _parts(
                     column: tuple(n // alike * (s == one.stage) for s, n in enumerate(counts))
                     for column, counts in contained.items()
                 }
-    order = ["embedding", "layer", *(f"exit_{one.depth}" for one in exits), "final_head"]
-    return {
-        key: parts[key] for key in sorted(parts, key=lambda key: (order.index(key[0]), key[1] != "forward"))
-    }
+    rest = [name for name, _ in parts if name not in ("embedding", "layer")]
+    exits_first = sorted(dict.fromkeys(rest), key=lambda name: (not name.startswith("exit_"), name))
+    depths = [f"exit_{one.depth}" for one in exits]
+    order = ["embedding", "layer", *depths, *(name for name in exits_first if name not in depths)]
+    return dict(sorted(parts.items(), key=lambda item: (order.index(item[0][0]), item[0][1] != "forward")))
 
 
 def _contained(
