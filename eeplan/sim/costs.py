@@ -142,9 +142,9 @@ def cost_model(run: RunSpec, profile: OpProfile, layout: Layout, kinds: Iterable
     names: list[OpName] = ["embedding", "layer", "final_head"]
     names += [EXIT_OPS[kind] for kind in sorted(set(kinds))]
     costs = {name: op_cost(profile, run, name) for name in names}
-    numbers = {name: _numbers(cost) for name, cost in costs.items()}
-    extrapolated = tuple(name for name, cost in costs.items() if cost.extrapolated)
-    if run.exits.distillation is not None and kinds:
+    numbers: dict[str, OpNumbers] = {name: _numbers(cost) for name, cost in costs.items()}
+    extrapolated: tuple[str, ...] = tuple(name for name, cost in costs.items() if cost.extrapolated)
+    if run.exits.distillation is not None and names[3:]:
         exits = {name: distilled(numbers[name], numbers["final_head"]) for name in names[3:]}
         numbers, extrapolated = {**numbers, **exits}, (*extrapolated, "distillation")
     return CostModel(

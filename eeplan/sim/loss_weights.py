@@ -90,6 +90,8 @@ def explain_weights(spec: LossWeightSpec, num_by_hand: int, usage: ExitShares | 
     }
     source = f" ({usage.sentence})" if spec.policy == "usage" and usage is not None else ""
     tail = f"; {num_by_hand} set by hand in exits.layers" if num_by_hand else ""
+    if spec.dynamic:
+        tail += "; times each token's highest probability at the exit"
     return f"policy '{spec.policy}': {formulas[spec.policy]}{source}{tail}{_explain_schedule(spec.warmup)}"
 
 
