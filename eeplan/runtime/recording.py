@@ -5,11 +5,12 @@ Only rank 0 writes; the other ranks hand their spans over at the end.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,10 +19,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
 
+from eeplan.errors import FileError
 from eeplan.files import write_text
 from eeplan.runtime.backend import Backend, software
 from eeplan.runtime.clock import Clock
 from eeplan.runtime.executor import IterationRecord, MarkedSpan
+from eeplan.runtime.exit_timing import ExitSeconds, median_seconds
 from eeplan.runtime.wandb_log import WandbLog
 from eeplan.timeline import Direction, MemorySample, Message, Span, SpanKind, Timeline
 
@@ -45,6 +48,13 @@ class StageTrace:
     """(ns, live bytes)"""
     core_share: float | None = None
     """Share of the ops' time during which the stage had a core; None where one thread does not do it all."""
+    exits: ExitSeconds = field(default_factory=dict)
+    """Mean seconds of each exit of the stage for one microbatch."""
+
+    @property
+    def busy_ns(self) -> int:
+        """Time that the stage computed microbatches."""
+        return sum(end - start for kind, _, start, end in self.spans if kind in ("forward", "backward"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +155,7 @@ class MetricsWriter:
         wandb: WandbLog | None = None,
     ) -> None:
         self._wandb = wandb
+        self._out = out
         out.mkdir(parents=True, exist_ok=True)
         if after_iteration is not None:
             # Goes on from there: what was recorded later happens again.
@@ -176,7 +187,8 @@ class MetricsWriter:
                 f"iteration {iteration:8d}/{self._train_iters:8d} | consumed samples: {samples:12d} | "
                 f"elapsed time per iteration (ms): {values['iteration_time_s'] * 1e3:.1f} | "
                 f"learning rate: {values['lr']:.6E} | global batch size: {self._global_batch_size:5d} | "
-                f"{_loss_text(values['losses'])} | grad norm: {values['grad_norm']:.3f} |"
+                f"{_loss_text(values['losses'])} | {_scale_text(values)}"
+                f"grad norm: {values['grad_norm']:.3f} |"
             )
 
     def evaluation(
@@ -218,14 +230,27 @@ class MetricsWriter:
             self._wandb.close()
 
     def _plot(self, iteration: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._board.add_scalar(name, value, iteration)
+        with self._or_one_line():
+            for name, value in values.items():
+                self._board.add_scalar(name, value, iteration)
         if self._wandb is not None:
             self._wandb.log(iteration, values)
 
     def _write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        with self._or_one_line():
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+
+    @contextlib.contextmanager
+    def _or_one_line(self) -> Iterator[None]:
+        """Turn an error of the disk into one that says what to do."""
+        try:
+            yield
+        except OSError as error:
+            raise FileError(
+                f"metrics in {self._out} cannot be written ({error.strerror or error}); make room or "
+                "permission there; the same command goes on from the last checkpoint"
+            ) from None
 
     def _say(self, text: str) -> None:
         print(f" [{time.strftime('%Y-%m-%d %H:%M:%S')}] {text}", file=self._log, flush=True)
@@ -264,6 +289,9 @@ def write_measurements(
         "optimizer_s": statistics.median(p.optimizer_s for p in parts),
         "overhead_s": statistics.median(p.overhead_s for p in parts),
         "iteration_times_s": [p.iteration_s for p in parts],
+        "bubble_fraction": statistics.median(map(_bubble_fraction, timed, parts)),
+        "busy_s": [statistics.median(s.busy_ns / 1e9 for s in stage) for stage in zip(*timed, strict=True)],
+        "exits": _exits_of(timed),
         "peak_bytes": [g[4].peak_bytes for g in pipeline],
         "state_bytes": [g[4].state_bytes for g in pipeline],
         "process_peak_bytes": [g[4].process_peak_bytes for g in pipeline],
@@ -282,6 +310,20 @@ def write_measurements(
     ]
     write_text(out / "timelines.json", json.dumps({"iterations": timelines}) + "\n")
     write_text(out / "measured.json", json.dumps(measured, indent=1) + "\n")
+
+
+def _bubble_fraction(stages: Sequence[StageTrace], parts: Parts) -> float:
+    """Idle share of all stages during the pipeline part, as ``plan.Prediction.bubble_fraction``."""
+    return 1.0 - sum(stage.busy_ns for stage in stages) / 1e9 / (len(stages) * parts.pipeline_s)
+
+
+def _exits_of(timed: Sequence[Sequence[StageTrace]]) -> dict[str, dict[str, float]]:
+    """Stage, and median seconds of forward and backward for one microbatch, of every early exit."""
+    found: dict[str, dict[str, float]] = {}
+    for index, stage in enumerate(zip(*timed, strict=True)):
+        for name, seconds in median_seconds([trace.exits for trace in stage]).items():
+            found[name] = {"stage": index, **{f"{part}_s": value for part, value in seconds.items()}}
+    return found
 
 
 def _core_shares(timed: Sequence[Sequence[StageTrace]]) -> list[float] | None:
@@ -314,6 +356,14 @@ def _cpu_name() -> str:
         lines = []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else "CPU"
+
+
+def _scale_text(values: Mapping[str, Any]) -> str:
+    """What loss scaling did; nothing without it."""
+    if "loss_scale" not in values:
+        return ""
+    skipped = "step skipped: gradients overflowed | " if values["skipped"] else ""
+    return f"loss scale: {values['loss_scale']:.1f} | {skipped}"
 
 
 def _loss_text(losses: Mapping[str, float]) -> str:

@@ -14,9 +14,7 @@ import sys
 from pathlib import Path
 
 from eeplan.errors import EeplanError, Preempted
-from eeplan.plan import load_plan
 from eeplan.runtime.launch import die_with_parent
-from eeplan.runtime.preflight import check_ranks, require_folder_for, require_wandb
 from eeplan.runtime.stopping import STOP_SIGNALS, stop_requests
 
 
@@ -33,12 +31,15 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         with stop_requests() as request:
+            # Imports only now, so that a request is heard, and an orphaned worker ends, before they take time.
+            from eeplan.plan import load_plan
+            from eeplan.runtime.preflight import check_ranks, require_folder_for, require_wandb
+
             plan = load_plan(arguments.plan)
             check_ranks(plan, os.environ)
             if os.environ.get("RANK") == "0":
                 require_folder_for(plan, arguments.out)
                 require_wandb(plan)
-            # Heavy imports only now, so that an orphaned worker ends before it loads torch.
             from eeplan.runtime.loop import train
 
             train(

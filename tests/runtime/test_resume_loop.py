@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from builders import make_plan
 from small_data import build_small, run_for
 
-from eeplan.errors import CheckpointError, Preempted, TrainingError
+from eeplan.errors import CheckpointError, FileError, Preempted, TrainingError
 from eeplan.plan import Plan, load_plan, write_plan
 from eeplan.runtime import backend, loop
 from eeplan.runtime.checkpoint_files import checkpoints_in
@@ -191,6 +191,14 @@ def test_a_gradient_that_is_not_finite_changes_nothing(
     ):
         loop.train(plan, run)
     assert names(run) == ["iter_0000004"]
+
+
+def test_a_full_disk_under_the_metrics_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    writer = MetricsWriter(tmp_path, io.StringIO(), 9, 4)
+    with pytest.raises(FileError, match=r"cannot be written \(No space left on device\).*goes on") as told:
+        writer.reference(5.0)
+    assert "\n" not in str(told.value)
 
 
 def test_metrics_go_on_without_repeating(tmp_path: Path) -> None:
