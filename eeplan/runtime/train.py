@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         with stop_requests() as request:
-            # Imports only now, so that a request is heard, and an orphaned worker ends, before they take time.
+            # Imports only now: a request is heard, and an orphaned worker ends, before they take time.
             from eeplan.plan import load_plan
             from eeplan.runtime.preflight import check_ranks, require_folder_for, require_wandb
 
