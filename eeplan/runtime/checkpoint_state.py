@@ -1,7 +1,7 @@
 """What a checkpoint holds: parameters and optimizer state under names that no split changes, and positions.
 
 Names: a parameter's global name; ``optimizer.exp_avg.<name>`` and ``optimizer.exp_avg_sq.<name>`` for Adam's
-moments; ``optimizer.master.<name>`` for the fp32 copy of a bf16 parameter. Tensor-parallel shares are put
+moments; ``optimizer.master.<name>`` for the fp32 copy of a 16-bit parameter. Tensor-parallel shares are put
 together before they are written and cut when they are read, so the same file serves any layout.
 
 The vocabulary is padded to a multiple of the tensor-parallel size. Where another size pads differently, the
@@ -28,8 +28,6 @@ from eeplan.runtime.model import EarlyExitGPT
 from eeplan.runtime.optimizer import Training
 from eeplan.runtime.sharding import gather_whole, share_of, whole_shape
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
 
 @dataclass(frozen=True, slots=True)
 class Position:
@@ -44,6 +42,8 @@ class Position:
     """Updates that Adam's bias correction has counted."""
     loss_weights: dict[str, float]
     """Of the next iteration, by head."""
+    loss_scaling: dict[str, float] | None = None
+    """Loss scale of the next iteration and what moves it (fp16)."""
 
     def to_json(self) -> dict[str, Any]:
         """As stored in the manifest."""
@@ -58,18 +58,16 @@ class Position:
 def named_state(model: EarlyExitGPT, training: Training | None) -> Iterator[tuple[str, str, Tensor, Tensor]]:
     """Every tensor to keep as (name, parameter's global name, tensor, parameter).
 
-    Without ``training`` parameters only.
+    Without ``training`` parameters only. With the distributed optimizer its state is a copy, and going
+    through it is collective over data-parallel ranks.
     """
     for name, parameter in model.named_global_parameters():
         yield name, name, parameter.detach(), parameter
         if training is None:
             continue
-        main = training.main_parameter(parameter)
-        if main is not parameter:
-            yield f"optimizer.master.{name}", name, main.detach(), parameter
-        moments = training.moments(parameter)
-        for moment in MOMENTS:
-            yield f"optimizer.{moment}.{name}", name, moments[moment], parameter
+        for part in training.state.keys(parameter):
+            state = training.state.read(parameter, part).detach()
+            yield f"optimizer.{part}.{name}", name, state, parameter
 
 
 def whole_state(model: EarlyExitGPT, training: Training | None) -> dict[str, Tensor]:
@@ -119,6 +117,8 @@ def load_tensors(folder: Path, model: EarlyExitGPT, training: Training | None) -
                 fresh = gather_whole(tensor, name, parameter)
                 whole = torch.cat([whole, fresh[rows:].cpu()])
             tensor.copy_(share_of(whole[:needed_rows], name, parameter))
+            if training is not None and key.startswith("optimizer."):
+                training.state.write(parameter, key.split(".")[1], tensor)
 
 
 def _is_vocabulary(key: str) -> bool:

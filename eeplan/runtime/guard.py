@@ -2,7 +2,8 @@
 
 One tiny all-reduce per iteration carries both, between the last backward and the gradient synchronisation. A
 loss or gradient that is not finite on any rank ends training on all of them with every parameter as it was; a
-signal on any rank makes all of them save after the same iteration.
+signal on any rank makes all of them save after the same iteration. With loss scaling (fp16) a gradient that
+is not finite is no error.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 
 from eeplan.errors import TrainingError
@@ -40,6 +42,9 @@ class Guard:
         Raises:
             TrainingError: on every rank with the same words; names head, rank and iteration.
         """
+        if training.reduces_early:
+            # It has begun: nobody may look at a buffer, or give up, before it is done on all ranks.
+            training.ddp.finish_grad_sync()
         rank, size = dist.get_rank(), dist.get_world_size()
         finding, is_loss = _non_finite(record, training, names)
         # A bad loss says more than a bad gradient, which may have come with a message.
@@ -68,12 +73,18 @@ def _non_finite(record: IterationRecord, training: Training, names: list[str]) -
     if losses and not bool(torch.isfinite(torch.stack([loss for _, loss in losses])).all()):
         bad = {name for name, loss in losses if not bool(torch.isfinite(loss))}
         return f"the loss of {min(bad, key=names.index)}", True
-    for buffer in training.ddp.buffers + training.ddp.expert_parallel_buffers:
+    if training.scales_losses:
+        # An overflow is expected now and then; the optimizer skips the step and lowers the scale.
+        return None, False
+    where = ""
+    if training.reduces_early and parallel_state.get_data_parallel_world_size() > 1:
+        where = " (a sum over data-parallel ranks)"
+    for buffer in training.ddp.buffers:
         # One pass without a temporary; only a sum that overflows or is bad needs a closer look.
         if not bool(torch.isfinite(buffer.grad_data.sum())):
             for name, parameter in training.model.named_global_parameters():
                 if not _is_finite(parameter.main_grad):  # type: ignore[attr-defined]
-                    return f"the gradient of {name}", False
+                    return f"the gradient of {name}{where}", False
     return None, False
 
 

@@ -40,7 +40,7 @@ from eeplan.runtime.recording import (
     write_measurements,
 )
 from eeplan.runtime.setup import Rank, set_up
-from eeplan.runtime.stage import Batch, loss_weights
+from eeplan.runtime.stage import Batch
 from eeplan.runtime.wandb_log import WandbLog
 
 WARM_UP_ITERATIONS = 2
@@ -237,14 +237,14 @@ def _train_step(
     clock = rank.clock
     clock.start()
     start = clock.mark()
-    rank.training.zero_gradients()
-    rank.computation.weights = loss_weights(rank.plan, iteration)
+    rank.begin_iteration(iteration)
     record = rank.executor.run(lambda m: on_device(stream.read(m), rank.backend.device))
     stream.advance(rank.schedule.num_microbatches)
     computed = clock.mark()
     (guard or Guard()).check(iteration, record, rank.training, head_names(rank.plan))
     rank.training.synchronize_gradients()
     synchronised = clock.mark()
+    loss_scale = rank.training.loss_scale
     step = rank.training.step()
     stepped = clock.mark()
     losses = _mean_losses(rank, record)
@@ -263,6 +263,8 @@ def _train_step(
         "iteration_time_s": seconds,
         "tokens_per_s": training.global_batch_size * training.seq_length / seconds,
     }
+    if rank.training.scales_losses:
+        values |= {"loss_scale": loss_scale, "skipped": step.is_skipped}
     return trace, values
 
 

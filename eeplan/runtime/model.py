@@ -238,7 +238,10 @@ class EarlyExitGPT(GPTModel):
             yield tied_matrix_name(self.run) if is_shared else global_name(name, first), parameter
 
     def _mark_shared_copies(self) -> None:
-        """Tell gradient clipping which copies to leave out of the norm, so that each matrix counts once."""
+        """Tell megatron-core which copies to leave out of the gradient norm, so that each matrix counts once,
+
+        and to give each copy a bucket of its own, so that the distributed optimizer cuts all copies alike.
+        """
         shared = self.shared_embedding_or_output_weight()
         if shared is None:
             return
@@ -246,6 +249,7 @@ class EarlyExitGPT(GPTModel):
         is_original = self.post_process if untied else self.pre_process
         marked: Any = shared
         marked.shared = not is_original
+        marked.shared_embedding = True
         marked.is_embedding_or_output_parameter = True
 
 

@@ -101,6 +101,7 @@ def position_of(rank: Rank, stream: BatchStream, iteration: int) -> Position:
         learning_rate_steps=rank.training.learning_rate_steps,
         optimizer_steps=rank.training.optimizer_steps,
         loss_weights=loss_weights(rank.plan, iteration + 1),
+        loss_scaling=rank.training.loss_scaling,
     )
 
 
@@ -121,6 +122,7 @@ def restore(rank: Rank, stream: BatchStream, found: Found) -> list[str]:
         stream.seek(found.position.consumed_samples)
         rank.training.optimizer_steps = found.position.optimizer_steps
         rank.training.learning_rate_steps = found.position.learning_rate_steps
+        rank.training.loss_scaling = found.position.loss_scaling
         states = torch.load(found.folder / RANDOM, weights_only=True)
         place = place_of(rank.backend)
         if place in states:

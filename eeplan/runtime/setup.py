@@ -17,7 +17,7 @@ from eeplan.runtime.precision import dtype_of
 from eeplan.runtime.stage import StageComputation, loss_weights, partial_microbatches
 from eeplan.sim.estimator import check_estimator, corrections_of
 from eeplan.sim.fill import fill_of, schedule_of
-from eeplan.sim.schedule import Schedule
+from eeplan.sim.schedule import Op, Schedule
 from eeplan.sim.validators import validate
 from eeplan.spec import RunSpec
 
@@ -36,6 +36,13 @@ class Rank:
     executor: Executor
     schedule: Schedule
     clock: Clock
+
+    def begin_iteration(self, iteration: int) -> None:
+        """Clear gradients, and set what changes from one iteration (from 1) to the next."""
+        self.training.zero_gradients()
+        self.computation.weights = loss_weights(self.plan, iteration)
+        self.computation.iteration = iteration
+        self.computation.loss_scale = self.training.loss_scale
 
 
 def start_backend(run: RunSpec) -> Backend:
@@ -72,6 +79,9 @@ def set_up(plan: Plan) -> Rank:
         fill_of(plan).num_full,
         partial_microbatches(schedule, scales, backend.pipeline_rank),
     )
+    backwards = [i.microbatch for i in schedule.stages[backend.pipeline_rank] if i.op is Op.BACKWARD]
+    training.last_backward = backwards[-1]
+    computation.before_backward = training.before_backward
     channels = make_channels(plan.run, backend)
     clock = Clock(backend.device)
     executor = Executor(schedule, backend.pipeline_rank, computation, channels, clock)

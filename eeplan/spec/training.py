@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from eeplan.schema import Model
 from eeplan.spec.fields import Fraction
@@ -57,6 +57,15 @@ class TrainingSpec(Model):
     """Also log to this project of Weights & Biases; ``wandb`` must be installed."""
     keep_checkpoints: PositiveInt = 2
     """Newest checkpoints that stay on disk. With two, a damaged newest one still leaves one to go on from."""
+
+    @model_validator(mode="after")
+    def _loss_scale_can_fall(self) -> Self:
+        if self.min_loss_scale > self.initial_loss_scale:
+            raise ValueError(
+                f"min_loss_scale {self.min_loss_scale:g} exceeds initial_loss_scale "
+                f"{self.initial_loss_scale:g}; lower it"
+            )
+        return self
 
     @property
     def element_bytes(self) -> int:

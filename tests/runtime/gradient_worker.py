@@ -23,12 +23,14 @@ from eeplan.schema import validate
 from eeplan.spec import RunSpec
 
 
-def batches_of(data: dict[str, Tensor], rank: Rank) -> list[Batch]:
+def batches_of(data: dict[str, Any], rank: Rank) -> list[Batch]:
     """This data-parallel rank's microbatches out of those of the whole iteration."""
     count = rank.schedule.num_microbatches
     mine = slice(rank.backend.data_rank * count, (rank.backend.data_rank + 1) * count)
     tokens, labels, mask = data["tokens"][mine], data["labels"][mine], data["loss_mask"][mine]
     positions = torch.arange(tokens.shape[-1]).expand(tokens.shape[1:]).contiguous()
+    if data.get("swap_labels_on") == rank.backend.pipeline_rank:
+        labels = labels[[1, 0, *range(2, count)]]
     return [Batch(tokens[m], labels[m], mask[m], positions) for m in range(count)]
 
 

@@ -45,6 +45,8 @@ class Case:
     """Distributed optimizer."""
     overlap: bool = False
     recompute: str | None = None
+    swap_labels_on: int | None = None
+    """A stage that gets the labels of the first two microbatches the wrong way round."""
 
     @property
     def world_size(self) -> int:
@@ -98,6 +100,8 @@ CASES = [
         )
     ),
     Case(4, (0, 1, 3), microbatches=2),
+    Case(2, (0, 1), swap_labels_on=0),
+    Case(2, (0, 1), swap_labels_on=1),
     Case(2, (0, 1, 2), tensor=2, untied=False),
     Case(2, (1, 3), data=2),
     Case(1, (0, 1, 3), tensor=2, sequence=True, untied=True),
@@ -123,7 +127,12 @@ def inputs_of(case: Case, seed: int) -> dict[str, Any]:
         "run": case.document(),
         "executor": case.executor,
         "parameters": {name: value.detach() for name, value in parameters.items()},
-        "data": {"tokens": tokens, "labels": tokens.roll(-1, dims=-1), "loss_mask": mask},
+        "data": {
+            "tokens": tokens,
+            "labels": tokens.roll(-1, dims=-1),
+            "loss_mask": mask,
+            "swap_labels_on": case.swap_labels_on,
+        },
     }
 
 
@@ -175,6 +184,8 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 def test_gradients_equal_the_reference(finished: list[Finished]) -> None:
     for done in finished:
+        if done.case.swap_labels_on is not None:
+            continue
         seen = set()
         for _, rank in done.ranks:
             for name, found in rank["gradients"].items():
@@ -187,10 +198,37 @@ def test_gradients_equal_the_reference(finished: list[Finished]) -> None:
             assert abs(float(mean / wanted) - 1) < TOLERANCE, f"{done.case}: loss of {name}"
 
 
+def test_swapped_labels_show(finished: list[Finished]) -> None:
+    """Negative control: labels of another microbatch, on one stage, and only that stage's losses are off."""
+    for done in finished:
+        stage = done.case.swap_labels_on
+        if stage is None:
+            continue
+        for (_, pipeline_rank), rank in done.ranks:
+            for name, found in rank["losses"].items():
+                off = abs(float(found.double() / done.losses[name]) - 1)
+                assert (off > 100 * TOLERANCE) == (pipeline_rank == stage), f"{done.case}: loss of {name}"
+            for name, gradient in rank["gradients"].items():
+                if pipeline_rank <= stage and "layers" in name:
+                    assert difference(gradient, done.gradients[name]) > 100 * TOLERANCE, (
+                        f"{done.case}: {name}"
+                    )
+
+
+def test_shares_of_the_sequence_need_their_norms_summed(finished: list[Finished]) -> None:
+    """Negative control: a tensor-parallel rank's own gradient of a norm is far from the whole."""
+    for done in finished:
+        if done.case.sequence:
+            name = "decoder.layers.0.input_layernorm.weight"
+            owns = [rank["before_sync"][name] for _, rank in done.ranks if name in rank["before_sync"]]
+            assert all(difference(own, done.gradients[name]) > 100 * TOLERANCE for own in owns), done.case
+
+
 def test_tied_copies_would_differ_without_synchronisation(finished: list[Finished]) -> None:
     """Negative control: each copy alone is far from the gradient that the test above accepts."""
     for done in finished:
-        if done.case.pipeline == 1 or done.case.tensor > 1 or done.case.untied:
+        case = done.case
+        if case.pipeline == 1 or case.tensor > 1 or case.untied or case.overlap:
             continue
         name = "embedding.word_embeddings.weight"
         copies = [rank["before_sync"][name] for _, rank in done.ranks if name in rank["before_sync"]]
