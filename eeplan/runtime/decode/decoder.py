@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from eeplan.runtime.decode.emission import Emission, checked_judgement, top_logprobs
+from eeplan.runtime.decode.emission import Emission
+from eeplan.runtime.decode.exit_check import ExitCheck, Found, found_at
 from eeplan.runtime.decode.ops import Logits, Program, Steps, alone, played
-from eeplan.runtime.decode.policy import ConfidenceKind, Judgement
 from eeplan.runtime.decode.rows import RowRunner
 from eeplan.runtime.decode.sampling import Sampling
 from eeplan.runtime.model import ExitSpec
-from eeplan.runtime.stage import FINAL, exit_name
+from eeplan.runtime.stage import FINAL
 
 
 @dataclass(slots=True)
@@ -28,9 +28,7 @@ class ExitDecoder:
     """Decoder of one sequence: a program, or the prompt to ``prefill`` and then each token to ``step``."""
 
     rows: RowRunner
-    thresholds: dict[int, float]
-    """By the depth of every exit in use."""
-    confidence: ConfidenceKind
+    check: ExitCheck
     first_early_token: int
     sampling: Sampling
     generator: torch.Generator
@@ -41,8 +39,8 @@ class ExitDecoder:
     text: list[int] = field(default_factory=list)
     """Every token fed so far."""
     emitted: int = 0
-    _left: tuple[ExitSpec, Tensor, Judgement] | None = None
-    """Where the current token left, and its logits there."""
+    _left: Found | None = None
+    """Where the current token left."""
 
     def program(self, prompt: Sequence[int]) -> Program:
         """Tokens after a prompt, until the store is full.
@@ -77,27 +75,18 @@ class ExitDecoder:
 
     def _extend(self, tokens: Sequence[int], forced: bool) -> Steps[Emission]:
         self.text.extend(tokens)
-        self._left = None
+        self._left = self.check.top_C = None
         check = self._leaves if self.emitted >= self.first_early_token else None
         depth, hidden_RH = yield from self.rows.forward(tokens, check, forced)
         self.emitted += 1
-        if self._left is not None:
-            exit_, logits_V, judgement = self._left
-            return self._emit(logits_V, exit_name(exit_.depth), exit_.depth, judgement)
-        logits_V = (yield Logits(self.rows.network, hidden_RH[-1:], depth))[0]
-        return self._emit(logits_V, FINAL, depth, checked_judgement(logits_V, self.confidence, FINAL))
+        found = self._left
+        if found is None:
+            logits_V = (yield Logits(self.rows.network, hidden_RH[-1:], depth))[0]
+            found = found_at(FINAL, depth, logits_V, self.check.confidence)
+        token = self.sampling.pick(found.logits_V, self.generator, self.text)
+        return found.emission(token, self.top_logprobs)
 
     def _leaves(self, exit_: ExitSpec, read_1H: Tensor) -> Steps[bool]:
-        logits_V = (yield Logits(self.rows.network, read_1H, exit_.depth))[0]
-        self.rows.work.checks += 1
-        judgement = checked_judgement(logits_V, self.confidence, exit_name(exit_.depth))
-        if judgement.confidence < self.thresholds[exit_.depth]:
-            return False
-        self._left = (exit_, logits_V, judgement)
-        return True
-
-    def _emit(self, logits_V: Tensor, name: str, depth: int, judgement: Judgement) -> Emission:
-        token = self.sampling.pick(logits_V, self.generator, self.text)
-        logprob = float(logits_V[token]) - judgement.log_normalizer
-        top = top_logprobs(logits_V, judgement.log_normalizer, self.top_logprobs)
-        return Emission(token, name, depth, judgement.confidence, logprob, top_logprobs=top)
+        work = self.rows.work
+        self._left = yield from self.check.leaves(self.rows.network, exit_, read_1H, work.exits)
+        return self._left is not None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from eeplan.errors import DecodeError
@@ -19,7 +20,7 @@ from eeplan.runtime.decode.ops import Program
 from eeplan.runtime.decode.requests import Finish, Request, TokenEvent
 from eeplan.runtime.decode.rows import Work
 from eeplan.runtime.decode.weights import Weights, weights_of
-from eeplan.runtime.model import EarlyExitGPT
+from eeplan.runtime.model import EarlyExitGPT, ExitSpec
 
 
 @dataclass(slots=True)
@@ -62,7 +63,10 @@ class LocalEngine:
 
     def submit(self, request: Request) -> int:
         """Take a sequence in; see ``requests.Engine``."""
-        check_request(request, self._transformer.weights)
+        if request.options.mode == "pipeline":
+            raise DecodeError("mode is 'pipeline'; it takes several processes, this engine has one")
+        weights = self._transformer.weights
+        check_request(request, weights, weights.stage.exits)
         number = self._next
         self._next += 1
         self._waiting[number] = (request, time.perf_counter())
@@ -148,8 +152,12 @@ def events_of(number: int, sequence: Running, emissions: tuple[Emission, ...]) -
     return events
 
 
-def check_request(request: Request, weights: Weights) -> None:
+def check_request(request: Request, weights: Weights, exits: Sequence[ExitSpec]) -> None:
     """Refuse what the model cannot decode.
+
+    Args:
+        weights: of any stage.
+        exits: of all stages.
 
     Raises:
         DecodeError: the prompt is empty, too long or not of the vocabulary; the model lacks an exit.
@@ -167,7 +175,6 @@ def check_request(request: Request, weights: Weights) -> None:
         raise DecodeError(
             f"the prompt has token {unknown[0]}; expected ids from 0 to {weights.vocab_size - 1}"
         )
-    exits = weights.stage.exits
     request.options.policy.for_exits(exits)
     if request.options.mode == "self_speculative":
         drafting_exit(request.options.policy, exits)

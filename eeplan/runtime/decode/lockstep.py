@@ -73,14 +73,15 @@ class _Forward:
 
     def _serve_blocks(self, ops: dict[int, RunBlock]) -> None:
         shared = {i: op for i, op in ops.items() if len(op.hidden_RH) <= SHORT}
+        # Prompts first: later rows of the same sequence may stand beside them.
+        for index, op in ops.items():
+            if index not in shared:
+                self._resume(index, op.alone())
         if shared:
             rows_RH = torch.cat([op.hidden_RH for op in shared.values()])
             parts = [op.network.part(op.hidden_RH, op.position) for op in shared.values()]
             depth = next(iter(shared.values())).depth
             self._hand_out(shared, self.transformer.run_block(depth, rows_RH, parts))
-        for index, op in ops.items():
-            if index not in shared:
-                self._resume(index, op.alone())
 
     def _serve_layers(self, ops: dict[int, RunLayers]) -> None:
         """As far as the first of them goes, or to where somebody joins."""
@@ -88,16 +89,18 @@ class _Forward:
         joins = [op.depth for op in self.asked.values() if op.depth > depth]
         stop = min([*joins, *(op.stop for op in ops.values())])
         shared = {i: op for i, op in ops.items() if len(op.hidden_RH) <= SHORT}
-        results: dict[int, Tensor] = {}
+        # Prompts first: later rows of the same sequence may stand beside them.
+        results = {
+            index: op.network.run_layers(op.hidden_RH, op.position, depth, stop)
+            for index, op in ops.items()
+            if index not in shared
+        }
         if shared:
             rows_RH = torch.cat([op.hidden_RH for op in shared.values()])
             parts = [op.network.part(op.hidden_RH, op.position) for op in shared.values()]
             hidden_RH = self.transformer.run_layers(rows_RH, parts, depth, stop)
             sizes = [part.rows for part in parts]
             results.update(zip(shared, hidden_RH.split(sizes), strict=True))
-        for index, op in ops.items():
-            if index not in shared:
-                results[index] = op.network.run_layers(op.hidden_RH, op.position, depth, stop)
         for index, op in ops.items():
             if op.stop == stop:
                 self._resume(index, results[index])

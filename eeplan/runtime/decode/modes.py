@@ -10,6 +10,7 @@ import torch
 from eeplan.errors import DecodeError
 from eeplan.runtime.decode.decoder import ExitDecoder
 from eeplan.runtime.decode.emission import Emission
+from eeplan.runtime.decode.exit_check import ExitCheck
 from eeplan.runtime.decode.network import DecodeNetwork
 from eeplan.runtime.decode.ops import Program
 from eeplan.runtime.decode.policy import ExitPolicy
@@ -18,10 +19,13 @@ from eeplan.runtime.decode.sampling import Sampling
 from eeplan.runtime.decode.speculative import SpeculativeDecoder
 from eeplan.runtime.model import EarlyExitGPT, ExitSpec
 
-Mode = Literal["full", "kv_recompute", "catch_up", "self_speculative"]
+LocalMode = Literal["full", "kv_recompute", "catch_up", "self_speculative"]
 """How one process decodes: without early exits; with exits, where a later forward completes the tokens that
 left, from the first layer on or from where they left; with an early exit that drafts for the full model."""
-MODES: tuple[Mode, ...] = get_args(Mode)
+Mode = LocalMode | Literal["pipeline"]
+"""``pipeline`` takes several processes: later stages complete the tokens that left (see ``pipeline``)."""
+MODES: tuple[LocalMode, ...] = get_args(LocalMode)
+ALL_MODES: tuple[Mode, ...] = (*MODES, "pipeline")
 DEFAULT_MODE: Mode = "catch_up"
 DEFAULT_LIMIT = 8
 
@@ -94,6 +98,8 @@ def decoder_on(
         top_logprobs: how many likeliest tokens an emission lists.
     """
     check_recompute_limit(recompute_limit)
+    if mode == "pipeline":
+        raise DecodeError("mode pipeline takes an engine of pipeline stages; here use one of the other modes")
     in_use = policy.for_exits(network.exits)
     generator = torch.Generator().manual_seed(seed)
     if mode == "self_speculative":
@@ -111,14 +117,19 @@ def decoder_on(
         in_use = ()
     return ExitDecoder(
         rows=RowRunner(network, tuple(exit_ for exit_, _ in in_use), keeps_hidden=mode == "catch_up"),
-        thresholds={exit_.depth: threshold for exit_, threshold in in_use},
-        confidence=policy.confidence,
+        check=exit_check(policy, in_use),
         first_early_token=policy.first_early_token,
         sampling=sampling,
         generator=generator,
         limit=recompute_limit,
         top_logprobs=top_logprobs,
     )
+
+
+def exit_check(policy: ExitPolicy, in_use: Sequence[tuple[ExitSpec, float]]) -> ExitCheck:
+    """The checks of a sequence at the exits in use."""
+    thresholds = {exit_.depth: threshold for exit_, threshold in in_use}
+    return ExitCheck(thresholds, policy.confidence, policy.candidates)
 
 
 def drafting_exit(policy: ExitPolicy, exits: Sequence[ExitSpec]) -> tuple[ExitSpec, float]:
@@ -141,10 +152,10 @@ def decode_mode(name: str) -> Mode:
     Raises:
         DecodeError: there is none.
     """
-    for mode in MODES:
+    for mode in ALL_MODES:
         if mode == name:
             return mode
-    raise DecodeError(f"mode is '{name}'; expected one of {', '.join(MODES)}")
+    raise DecodeError(f"mode is '{name}'; expected one of {', '.join(ALL_MODES)}")
 
 
 def check_recompute_limit(recompute_limit: int) -> None:

@@ -23,6 +23,24 @@ ConfidenceKind = Literal["max_probability", "margin", "entropy"]
 CONFIDENCE_KINDS: tuple[ConfidenceKind, ...] = get_args(ConfidenceKind)
 
 
+CandidateSource = Literal["previous_exit", "frequent"]
+"""The likeliest tokens of the last exit whose full head was run; tokens that are frequent anyway."""
+CANDIDATE_SOURCES: tuple[CandidateSource, ...] = get_args(CandidateSource)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The shortlist looked at before a full head (see ``exit_check``); made by :func:`candidates_of`."""
+
+    number: int = 0
+    """Tokens on it; 0 goes to the full head at once."""
+    source: CandidateSource = "previous_exit"
+    frequent: tuple[int, ...] = ()
+    """The shortlist of source ``frequent``."""
+    measured: bool = False
+    """Whether refusals are held against the full head and counted."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExitPolicy:
     """What early exits are held against; made by :func:`exit_policy`."""
@@ -34,6 +52,7 @@ class ExitPolicy:
     """Depths of the exits in use; None is all."""
     first_early_token: int = 0
     """So many tokens go through all layers before the first that may leave early."""
+    candidates: Candidates = Candidates()
 
     @property
     def threshold(self) -> float | tuple[float, ...]:
@@ -67,6 +86,7 @@ def exit_policy(
     confidence: str = "max_probability",
     exits: Sequence[int] | None = None,
     first_early_token: int = 0,
+    candidates: Candidates | None = None,
 ) -> ExitPolicy:
     """Policy of what a user gives.
 
@@ -75,6 +95,7 @@ def exit_policy(
         confidence: one of ``CONFIDENCE_KINDS``.
         exits: depths of the exits in use; None is all.
         first_early_token: how many tokens go through all layers first.
+        candidates: a shortlist to look at before a full head; None for none.
 
     Raises:
         DecodeError: a value is out of range.
@@ -95,8 +116,38 @@ def exit_policy(
         raise DecodeError(f"first early token is {first_early_token}; expected 0 or more")
     if exits is not None and len(set(exits)) != len(exits):
         raise DecodeError(f"exits are {list(exits)}; expected every depth once")
+    if candidates is not None and candidates.number and confidence == "entropy":
+        raise DecodeError(
+            "candidates: a few tokens do not bound the entropy of all; use confidence max_probability or "
+            "margin, or leave candidates out"
+        )
     chosen = None if exits is None else tuple(sorted(exits))
-    return ExitPolicy(thresholds, kinds[confidence], chosen, first_early_token)
+    return ExitPolicy(thresholds, kinds[confidence], chosen, first_early_token, candidates or Candidates())
+
+
+def candidates_of(
+    number: int, source: str = "previous_exit", frequent: Sequence[int] = (), measured: bool = False
+) -> Candidates:
+    """Shortlist of what a user gives.
+
+    Args:
+        number: tokens on it; 0 for none.
+        source: one of ``CANDIDATE_SOURCES``.
+        frequent: tokens, most frequent first; at least ``number`` for source ``frequent``.
+
+    Raises:
+        DecodeError: a value is out of range.
+    """
+    if number < 0:
+        raise DecodeError(f"candidates is {number}; expected a number of tokens, or 0 for none")
+    sources = {name: name for name in CANDIDATE_SOURCES}
+    if source not in sources:
+        raise DecodeError(f"candidate source is '{source}'; expected one of {', '.join(CANDIDATE_SOURCES)}")
+    if source == "frequent" and len(frequent) < number:
+        raise DecodeError(
+            f"candidates: {number} wanted, {len(frequent)} frequent tokens known; ask for fewer"
+        )
+    return Candidates(number, sources[source], tuple(frequent[:number]), measured)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from eeplan.runtime.decode.exit_check import CheckCounts
 from eeplan.runtime.decode.network import DecodeNetwork
 from eeplan.runtime.decode.ops import RunBlock, RunLayers, Steps, alone
 from eeplan.runtime.model import ExitSpec
@@ -46,8 +47,13 @@ class Work:
     """Forwards through all layers, the prompt's included."""
     layer_rows: int = 0
     """Decoder layers run, each counted once per position it ran on; exit heads are not counted."""
-    checks: int = 0
-    """Early heads whose logits were computed."""
+    exits: CheckCounts = field(default_factory=CheckCounts)
+    """What the checks of early exits came to."""
+
+    @property
+    def checks(self) -> int:
+        """Early heads whose logits were computed for all tokens."""
+        return self.exits.full
 
 
 @dataclass(frozen=True, slots=True)

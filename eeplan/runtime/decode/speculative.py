@@ -124,7 +124,7 @@ class SpeculativeDecoder:
 
     def _confident(self, exit_: ExitSpec, read_1H: Tensor) -> Steps[bool]:
         logits_V = (yield Logits(self.rows.network, read_1H, exit_.depth))[0]
-        self.rows.work.checks += 1
+        self.rows.work.exits.full += 1
         name = exit_name(exit_.depth)
         if checked_judgement(logits_V, self.confidence, name).confidence < self.threshold:
             return False
