@@ -22,7 +22,7 @@ lint: $(VENV)/ready
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV) || { echo "make: needs $(PYTHON) with venv (Debian: apt install python3.11-venv)"; exit 1; }
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[runtime,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[runtime,serve,dev]'
 	touch $@
 
 clean:

@@ -70,3 +70,91 @@ def calibrate(
     print_result(as_json, result, lambda: tuple(map(table_of, certificate_cells(result))))
     if not as_json:
         print(f"\n{certificate.statement}\nassumed: {certificate.assumption}\nwritten: {path}")
+
+
+@app.command()
+def serve(
+    checkpoint: Checkpoint,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 8000,
+    threshold: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--threshold",
+            help="Default of requests: 'calibrated', one number, or one for each exit. Without: calibrated "
+            "if there is a certificate, else 1.",
+        ),
+    ] = None,
+    mode: Annotated[str, typer.Option("--mode", help="Default decoding mode of requests.")] = "catch_up",
+    name: Annotated[
+        str | None, typer.Option("--model-name", help="As clients call it; the run's name by default.")
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option("--api-key-file", help="File with the key that clients must send; or EEPLAN_API_KEY."),
+    ] = None,
+    max_running: Annotated[int, typer.Option("--max-running", help="Sequences decoded at once.")] = 8,
+    max_waiting: Annotated[int, typer.Option("--max-waiting", help="Sequences that may wait.")] = 64,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="New tokens of one sequence.")] = 4096,
+    max_choices: Annotated[int, typer.Option("--max-choices", help="Sequences of one request.")] = 16,
+    grace: Annotated[
+        float, typer.Option("--grace", help="Seconds that running answers have after SIGTERM.")
+    ] = 30.0,
+) -> None:
+    """Serve a checkpoint by OpenAI's protocol, with a page to try it on."""
+    import os
+    import sys
+
+    from eeplan.files import read_bytes
+    from eeplan.runtime.preflight import require_runtime
+
+    with work() as progress:
+        require_runtime()
+        require_serving()
+        from eeplan.runtime.serve.opening import opened, thresholds_sentence
+        from eeplan.runtime.serve.server import serve as run
+        from eeplan.runtime.serve.settings import LOOPBACK, Limits
+
+        limits = Limits(
+            max_running=max_running,
+            max_waiting=max_waiting,
+            max_tokens=max_tokens,
+            max_choices=max_choices,
+            grace_s=grace,
+        )
+        key = os.environ.get("EEPLAN_API_KEY")
+        if api_key_file is not None:
+            key = read_bytes(api_key_file, "API key file").decode(errors="replace").strip()
+        with opened(checkpoint, name=name, threshold=threshold or (), mode=mode, max_running=max_running) as (
+            served,
+            engine,
+        ):
+            progress.line(f"{served.name}: {thresholds_sentence(served.thresholds, served.certificate)}")
+            if key is None and host not in (LOOPBACK, "localhost", "::1"):
+                progress.line(f"no API key: whoever reaches {host} can use this server")
+            run(
+                engine,
+                served,
+                limits,
+                host=host,
+                port=port,
+                api_key=key,
+                on_ready=lambda url: print(f"serving on {url}", file=sys.stderr, flush=True),
+            )
+
+
+def require_serving() -> None:
+    """Refuse where the packages of the server are missing.
+
+    Raises:
+        DecodeError: they are.
+    """
+    import importlib.util
+
+    from eeplan.errors import DecodeError
+
+    missing = [
+        one for one in ("fastapi", "uvicorn", "prometheus_client") if not importlib.util.find_spec(one)
+    ]
+    if missing:
+        raise DecodeError(f"serving needs {', '.join(missing)}; install with: pip install 'eeplan[serve]'")
