@@ -30,6 +30,7 @@ from eeplan.runtime.evaluation import (
     write_quality,
 )
 from eeplan.runtime.executor import IterationRecord, MarkedSpan
+from eeplan.runtime.exit_timing import ExitTimer, mean_seconds
 from eeplan.runtime.guard import Guard
 from eeplan.runtime.memory import AllocationTrace, peak_resident_bytes, trace_allocations
 from eeplan.runtime.recording import (
@@ -111,6 +112,7 @@ def train(
     parts = evaluators(rank)
     if not progress.done:
         _evaluate(rank, parts.get("valid"), writer, 0, out)
+    rank.computation.exit_timer = ExitTimer(rank.clock)
     guard = Guard(stop_is_requested)
     saver = BackgroundSaver() if training.async_save else None
     for iteration in range(progress.done + 1, training.train_iters + 1):
@@ -254,6 +256,8 @@ def _train_step(
         MarkedSpan("optimizer", -1, synchronised, stepped),
     ]
     trace = stage_trace(clock, iteration, (start, end), record, extra)
+    if rank.computation.exit_timer is not None:
+        trace.exits = mean_seconds(clock, rank.computation.exit_timer.take())
     seconds = (trace.end_ns - trace.start_ns) / 1e9
     training = rank.plan.run.training
     values = {

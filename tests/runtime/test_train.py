@@ -108,6 +108,28 @@ def test_measured_timelines_are_of_one_clock_and_complete(two_stages: Path) -> N
             assert ends[1]["backward", microbatch] <= starts[0]["backward", microbatch]
 
 
+def test_parts_bubble_and_exits_are_measured(two_stages: Path) -> None:
+    """What the plan predicts of an iteration, as the run saw it."""
+    measured = json.loads((two_stages / "measured.json").read_text())
+    plan = load_plan(two_stages / "plan.yaml")
+    pipeline_s, busy_s = measured["pipeline_s"], measured["busy_s"]
+    assert 0.0 < measured["bubble_fraction"] < 1.0
+    assert measured["bubble_fraction"] == pytest.approx(1 - sum(busy_s) / (2 * pipeline_s), abs=0.2)
+    assert all(0 < busy < pipeline_s * 1.2 for busy in busy_s)
+    assert {name: int(one["stage"]) for name, one in measured["exits"].items()} == {"exit_2": 0, "exit_5": 1}
+    for one in measured["exits"].values():
+        of_all = plan.num_microbatches * (one["forward_s"] + one["backward_s"])
+        assert 0 < of_all < busy_s[int(one["stage"])] * 1.2
+    documents = json.loads((two_stages / "timelines.json").read_text())["iterations"]
+    idle = [
+        1
+        - sum(s.end_ns - s.start_ns for spans in t.spans for s in spans if s.kind in ("forward", "backward"))
+        / (2 * t.pipeline_ns)
+        for t in (Timeline.from_json(entry["timeline"]) for entry in documents)
+    ]
+    assert min(idle) - 0.02 <= measured["bubble_fraction"] <= max(idle) + 0.02
+
+
 def test_memory_is_counted_from_the_allocator(two_stages: Path) -> None:
     measured = json.loads((two_stages / "measured.json").read_text())
     plan = load_plan(two_stages / "plan.yaml")
