@@ -1,53 +1,59 @@
 # mypy: disable-error-code="untyped-decorator"
 """Branch and bound over layers and exits per stage; compiled.
 
-A node fixes the first stages of the pipeline, one after the other; ``prefix`` bounds what its completions
-take. Complete candidates are judged by the recurrence kernels, to the nanosecond. Equal times are ranked by
-peak, then by overshoot; both have bounds, too.
+A node fixes the first stages of the pipeline, one after the other; ``known_stages`` bounds what its
+completions take. Complete candidates are handed out to be judged by the recurrence kernels, to the
+nanosecond. Equal times are ranked by peak, then by overshoot; both have bounds, too.
+
+Whatever is compiled takes few arguments that are arrays, and few functions of numpy: compiling is what the
+very first plan on a machine waits for.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 from numba import njit
 
-from eeplan.sim import kernels
+from eeplan.sim import known_stages as rows
 from eeplan.sim.family import Family, Integers
-from eeplan.sim.prefix import Prefix, bound_ns, empty_prefix, extend
-from eeplan.sim.suffix import NEVER, Tables, crossing_ns
+from eeplan.sim.known_stages import bound_ns, extend
+from eeplan.sim.later_stages import LEAST_PEAK, NEVER
 
-NODES, JUDGED, CUT, FOUND, EXHAUSTED = range(5)
-"""Fields of the statistics: stages tried, candidates judged, subtrees cut, improvements, budget used up."""
+NODES, JUDGED, CUT, FOUND, STAGE, WAITING, BUDGET = range(7)
+"""Fields of the statistics: stages tried, candidates judged, subtrees cut, improvements; stage to go on with
+(-1 when all is tried), candidates that wait, most stages to try."""
 
-SPLIT, EXITS = range(2)
-"""Rows of a solution [2, P]: layers and exits of each stage."""
+W_FORWARD, W_BACKWARD, W_BELOW, W_EXITS_BELOW, W_RANK = range(5)
+"""Rows of a waiting candidate: times, layers and exits below each stage; peak and overshoot."""
 
 TIME, PEAK, OVERSHOOT = range(3)
 """Fields of a value, least first: ns, bytes, squared gaps."""
 
 
 @njit(cache=True)
-def least_gaps(family: Family, prefix: Prefix, fixed: int) -> int:
+def least_gaps(family: Family, prefix: Integers, fixed: int) -> int:
     """``layout.squared_gaps`` at best, given the exits on the first ``fixed`` stages and how many follow."""
     num_layers = family.num_layers
     if family.exits_below[num_layers] >= 0:
         return 0
     # Least sum of squares with the last exit at each depth; before the first exit that is depth 0.
-    least, first, last = np.full(num_layers + 1, NEVER), 0, 0
+    least, first, last = np.empty(num_layers + 1, np.int64), 0, 0
+    for depth in range(num_layers + 1):
+        least[depth] = NEVER
     least[0] = 0
     for stage in range(fixed):
-        below = prefix.below[stage]
-        for _ in range(prefix.exits[stage]):
-            reached = np.full(num_layers + 1, NEVER)
-            low, high = max(below, 1), min(below + prefix.layers[stage], num_layers - 1)
+        below = prefix[rows.BELOW, stage]
+        for _ in range(prefix[rows.EXITS, stage]):
+            reached = np.empty(num_layers + 1, np.int64)
+            for depth in range(num_layers + 1):
+                reached[depth] = NEVER
+            low, high = max(below, 1), min(below + prefix[rows.LAYERS, stage], num_layers - 1)
             for depth in range(max(low, first + 1), high + 1):
                 for before in range(first, min(last, depth - 1) + 1):
                     if least[before] < NEVER:
                         reached[depth] = min(reached[depth], least[before] + (depth - before) ** 2)
             least, first, last = reached, max(low, first + 1), high
-    more = family.num_exits - prefix.exits_below[fixed]
+    more = family.num_exits - prefix[rows.EXITS_BELOW, fixed]
     best = NEVER
     for before in range(first, last + 1):
         if least[before] == NEVER:
@@ -55,7 +61,7 @@ def least_gaps(family: Family, prefix: Prefix, fixed: int) -> int:
         if more == 0:
             best = min(best, least[before] + (num_layers - before) ** 2)
             continue
-        for depth in range(max(prefix.below[fixed], before + 1), num_layers):
+        for depth in range(max(prefix[rows.BELOW, fixed], before + 1), num_layers):
             gaps = (depth - before) ** 2 + _even_gaps(num_layers - depth, more)
             best = min(best, least[before] + gaps)
     return int(best)
@@ -71,7 +77,7 @@ def _even_gaps(layers: int, parts: int) -> int:
 
 
 @njit(cache=True)
-def _is_better(time: int, peak: int, overshoot: int, goal: int, value: Integers) -> bool:
+def is_better(time: int, peak: int, overshoot: int, goal: int, value: Integers) -> bool:
     """Less than ``value`` in the goal, and not more in what comes before it."""
     if goal == TIME:
         return bool(time < value[TIME])
@@ -81,136 +87,74 @@ def _is_better(time: int, peak: int, overshoot: int, goal: int, value: Integers)
 
 
 @njit(cache=True)
-def iteration_ns(family: Family, ends_ns: Integers, below: Integers, exits_below: Integers) -> int:
-    """Gradient synchronisation and optimizer step after the ends of a pipeline part.
-
-    Args:
-        ends_ns: [P] of the stages.
-        below: [P+1] layers below each stage.
-        exits_below: [P+1]
-    """
-    ready, shared_ready, step, holders = 0, 0, 0, 0
-    for stage in range(family.num_stages):
-        layers = below[stage + 1] - below[stage]
-        group = family.group[exits_below[stage], exits_below[stage + 1]]
-        done = ends_ns[stage] + family.sync[stage, layers, group]
-        ready, step = max(ready, done), max(step, family.step[stage, layers, group])
-        if family.holder[stage, group]:
-            shared_ready, holders = max(shared_ready, done), holders + 1
-    return int(max(ready, shared_ready + family.shared[holders]) + step)
-
-
-class Leaves(NamedTuple):
-    """Complete candidates that wait to be judged together."""
-
-    forward: Integers
-    """[LANES, P]"""
-    backward: Integers
-    message: Integers
-    """[LANES, P-1]"""
-    below: Integers
-    """[LANES, P+1]"""
-    exits_below: Integers
-    rank: Integers
-    """[LANES, 2]: peak and overshoot."""
-    ends: Integers
-    """[LANES, P] result."""
-
-
-@njit(cache=True)
-def _judge(
-    family: Family,
-    leaves: Leaves,
-    count: int,
-    goal: int,
-    value: Integers,
-    solution: Integers,
-    statistics: Integers,
-) -> None:
-    """Run the recurrence for the first ``count`` leaves and keep the best."""
-    if family.rendezvous:
-        kernels.rendezvous(
-            leaves.forward[:count], leaves.backward[:count], leaves.message[:count],
-            family.num_microbatches, leaves.ends,
-        )  # fmt: skip
-    else:
-        kernels.asynchronous(
-            leaves.forward[:count], leaves.backward[:count], leaves.message[:count],
-            family.num_microbatches, leaves.ends,
-        )  # fmt: skip
-    statistics[JUDGED] += count
-    for leaf in range(count):
-        time = iteration_ns(family, leaves.ends[leaf], leaves.below[leaf], leaves.exits_below[leaf])
-        peak, overshoot = leaves.rank[leaf]
-        if _is_better(time, peak, overshoot, goal, value):
-            value[TIME], value[PEAK], value[OVERSHOOT] = time, peak, overshoot
-            solution[SPLIT] = np.diff(leaves.below[leaf])
-            solution[EXITS] = np.diff(leaves.exits_below[leaf])
-            statistics[FOUND] += 1
-
-
-@njit(cache=True)
-def _is_excluded(family: Family, prefix: Prefix, fixed: int) -> bool:
+def _is_excluded(family: Family, prefix: Integers, fixed: int) -> bool:
     """Whether all exits are on fixed stages, in numbers that do not count."""
     equal = 0
     for stage in range(fixed):
-        equal += prefix.exits[stage] == family.excluded[stage]
+        equal += prefix[rows.EXITS, stage] == family.excluded[stage]
     return bool(equal == fixed)
 
 
 @njit(cache=True)
-def lowest_ns(family: Family, bounds: Tables, most_layers: Integers) -> int:
-    """Lower bound of all candidates: the least of those with the first stage fixed."""
-    prefix, crossing, lowest = empty_prefix(family), crossing_ns(family), NEVER
+def lowest_ns(
+    family: Family, bounds: Integers, crossing: int, prefix: Integers, most_layers: Integers, mean: Integers
+) -> int:
+    """Lower bound of all candidates: the least of those with the first stage fixed.
+
+    Args:
+        bounds: from :func:`later_stages.tables`.
+        crossing: from :func:`later_stages.crossing_ns`.
+        prefix: from :func:`known_stages.empty_prefix`.
+        most_layers: as for :func:`search`.
+        mean: as for :func:`search`.
+    """
+    lowest, stage = NEVER, 0
     for layers in range(1, most_layers[0] + 1):
         for above in range(family.num_exits + 1):
             if layers + family.num_stages - 1 > family.num_layers:
                 continue
-            if extend(family, bounds, prefix, 0, layers, above, np.zeros(2, np.int64)):
-                lowest = min(lowest, bound_ns(family, bounds, prefix, 1, crossing))
+            if extend(family, bounds, prefix, stage, layers, above, mean):
+                lowest = min(lowest, bound_ns(family, bounds, prefix, stage + 1, crossing))
     return int(lowest)
 
 
 @njit(cache=True)
 def search(
     family: Family,
-    bounds: Tables,
+    bounds: Integers,
+    crossing: int,
+    prefix: Integers,
     most_layers: Integers,
     mean: Integers,
-    budget: int,
+    cursor: Integers,
+    waiting: Integers,
     goal: int,
-    any_will_do: bool,
     value: Integers,
-    solution: Integers,
     statistics: Integers,
 ) -> None:
-    """Find the candidate with the least goal below ``value``, or prove that there is none.
+    """Go on through the tree until candidates wait to be judged, the budget is used up, or all is tried.
 
     Args:
-        bounds: from :func:`tables` with the same ``most_layers`` and ``mean``.
+        bounds: from :func:`later_stages.tables` with the same ``most_layers`` and ``mean``.
+        crossing: from :func:`later_stages.crossing_ns`.
+        prefix: from :func:`known_stages.empty_prefix`; changed.
         most_layers: [P] that a stage of a candidate with at most ``value[TIME]`` may have.
-        mean: [2], (num, den) of :func:`tables`.
-        budget: most nodes to try; when it is used up, nothing is proved.
+        mean: [2], (num, den) of :func:`later_stages.tables`.
+        cursor: [3, P+1], from :func:`start`; changed.
+        waiting: [n, 5, P+1]: candidates found, ``statistics[WAITING]`` of them. Until the first is known to
+            be good, one at a time.
         goal: TIME, PEAK or OVERSHOOT. What comes before it may not be more than ``value``; what comes after
             it does not count.
-        any_will_do: stop at the first candidate below ``value``.
-        value: [3], changed to that of the candidate found.
-        solution: [2, P], changed likewise.
-        statistics: [5], added to.
+        value: [3], least so far.
+        statistics: changed.
     """
     num_stages, num_layers, num_exits = family.num_stages, family.num_layers, family.num_exits
-    prefix, leaves = empty_prefix(family), _empty_leaves(family)
-    crossing, count = crossing_ns(family), 0
-    later = np.zeros(num_stages + 1, np.int64)
-    for stage in range(num_stages - 1, -1, -1):
-        later[stage] = later[stage + 1] + most_layers[stage]
-    layers, above = np.zeros(num_stages, np.int64), np.zeros(num_stages, np.int64)
-    layers[0], above[0] = min(most_layers[0], num_layers - num_stages + 1), 0
-    stage = 0
-    while stage >= 0 and statistics[NODES] < budget:
+    layers, above, later = cursor[0], cursor[1], cursor[2]
+    stage, count = statistics[STAGE], 0
+    while stage >= 0 and statistics[NODES] < statistics[BUDGET]:
         if above[stage] > num_exits:
-            layers[stage], above[stage] = layers[stage] - 1, prefix.exits_below[stage]
-        if layers[stage] < max(1, num_layers - prefix.below[stage] - later[stage + 1]):
+            layers[stage], above[stage] = layers[stage] - 1, prefix[rows.EXITS_BELOW, stage]
+        if layers[stage] < max(1, num_layers - prefix[rows.BELOW, stage] - later[stage + 1]):
             stage -= 1
             continue
         chosen, exits = layers[stage], above[stage]
@@ -221,49 +165,39 @@ def search(
         if exits == num_exits and _is_excluded(family, prefix, stage + 1):
             continue
         time = bound_ns(family, bounds, prefix, stage + 1, crossing)
-        peak = prefix.peak[stage + 1]
+        peak = prefix[rows.PEAK, stage + 1]
         if stage + 1 < num_stages:
-            peak = max(peak, bounds.peak[stage + 1, prefix.below[stage + 1], exits])
-        better = _is_better(time, peak, 0, goal, value)
+            peak = max(peak, bounds[stage + 1, prefix[rows.BELOW, stage + 1], exits, LEAST_PEAK])
+        better = is_better(time, peak, 0, goal, value)
         overshoot = 0
         if better and (goal == OVERSHOOT or stage + 1 == num_stages):
             overshoot = least_gaps(family, prefix, stage + 1)
-            better = _is_better(time, peak, overshoot, goal, value)
+            better = is_better(time, peak, overshoot, goal, value)
         if not better:
             statistics[CUT] += 1
             continue
         if stage + 1 < num_stages:
             stage += 1
             layers[stage] = min(
-                most_layers[stage], num_layers - prefix.below[stage] - (num_stages - 1 - stage)
+                most_layers[stage], num_layers - prefix[rows.BELOW, stage] - (num_stages - 1 - stage)
             )
             above[stage] = exits
             continue
-        leaves.forward[count], leaves.backward[count] = prefix.forward[:-1], prefix.backward[:-1]
-        leaves.below[count], leaves.exits_below[count] = prefix.below, prefix.exits_below
-        leaves.rank[count, 0], leaves.rank[count, 1] = peak, overshoot
+        for index in range(num_stages + 1):
+            waiting[count, W_FORWARD, index] = prefix[rows.FORWARD, index]
+            waiting[count, W_BACKWARD, index] = prefix[rows.BACKWARD, index]
+            waiting[count, W_BELOW, index] = prefix[rows.BELOW, index]
+            waiting[count, W_EXITS_BELOW, index] = prefix[rows.EXITS_BELOW, index]
+        waiting[count, W_RANK, 0], waiting[count, W_RANK, 1] = peak, overshoot
         count += 1
-        if count == kernels.LANES or statistics[FOUND] == 0:
-            _judge(family, leaves, count, goal, value, solution, statistics)
-            count = 0
-            if any_will_do and statistics[FOUND]:
-                return
-    if count:
-        _judge(family, leaves, count, goal, value, solution, statistics)
-    statistics[EXHAUSTED] = stage >= 0
+        if count == len(waiting) or statistics[FOUND] == 0:
+            break
+    statistics[STAGE], statistics[WAITING] = stage, count
 
 
-@njit(cache=True)
-def _empty_leaves(family: Family) -> Leaves:
-    lanes, num_stages = kernels.LANES, family.num_stages
-    message = np.zeros((lanes, num_stages - 1), np.int64)
-    message[:] = family.message
-    return Leaves(
-        np.zeros((lanes, num_stages), np.int64),
-        np.zeros((lanes, num_stages), np.int64),
-        message,
-        np.zeros((lanes, num_stages + 1), np.int64),
-        np.zeros((lanes, num_stages + 1), np.int64),
-        np.zeros((lanes, 2), np.int64),
-        np.zeros((lanes, num_stages), np.int64),
-    )
+def start(family: Family, most_layers: Integers) -> Integers:
+    """Where :func:`search` begins: layers and exits above that each stage tries next; most layers later."""
+    cursor = np.zeros((3, family.num_stages + 1), np.int64)
+    cursor[0, 0] = min(most_layers[0], family.num_layers - family.num_stages + 1)
+    cursor[2, :-1] = np.cumsum(most_layers[::-1])[::-1]
+    return cursor

@@ -94,6 +94,24 @@ def counted_family(
     return _family(model, groups, group, anywhere, (head,) * num_exits, mode, transport)
 
 
+def iteration_ns(family: Family, ends_ns: Integers, layers: Integers, group: Integers) -> Integers:
+    """Iterations of several candidates without the constant overhead, [n].
+
+    Args:
+        ends_ns: [n, P] of the stages' pipeline parts.
+        layers: [n, P] of the stages.
+        group: [n, P] kinds of the stages.
+    """
+    stages = np.arange(family.num_stages)
+    ready = ends_ns + family.sync[stages, layers, group]
+    holds = family.holder[stages, group]
+    shared_ready = np.where(holds, ready, 0).max(axis=1, initial=0)
+    # Every candidate has a holder: the last stage.
+    synced = np.maximum(ready.max(axis=1, initial=0), shared_ready + family.shared[holds.sum(axis=1)])
+    slowest: Integers = synced + family.step[stages, layers, group].max(axis=1, initial=0)
+    return slowest
+
+
 def at_depths(family: Family, depths: Sequence[int]) -> Family:
     """The candidates of a counted family whose exits read after so many layers, on either stage there."""
     layers = np.arange(family.num_layers + 1)[:, None]

@@ -33,7 +33,7 @@ from eeplan.sim.costs import CostModel, to_ns
 from eeplan.sim.decode_depths import SegmentTable, fastest_depths
 from eeplan.sim.decode_process import Exit, decode_process
 from eeplan.sim.depth_search import least_decode_ns
-from eeplan.sim.family import Family, Integers, counted_family
+from eeplan.sim.family import Family, Integers, counted_family, iteration_ns
 from eeplan.sim.fast import ends_ns
 from eeplan.sim.layout import Layout, Slot, least_overshoot
 from eeplan.sim.search import Budgets, counted_search, num_splits, split_is_free, transport_of
@@ -214,18 +214,13 @@ def _judged(
     backward = family.backward + layers * family.layer_backward + family.exit_backward[exits]
     transport = transport_of(model)
     ends = ends_ns(forward, backward, family.num_microbatches, family.message, transport)
-    ready = ends + family.sync[stages, layers, exits]
-    holds = family.holder[stages, exits]
-    shared = np.where(holds, ready, 0).max(axis=1, initial=0) + family.shared[holds.sum(axis=1)]
-    synced = np.maximum(ready.max(axis=1, initial=0), shared)
-    step = family.step[stages, layers, exits].max(axis=1, initial=0)
     return _Block(
         model=model,
         mode=mode,
         number=number,
         splits=layers,
         counts=exits,
-        time_ns=synced + step + to_ns(model.profile.iteration_overhead_s),
+        time_ns=iteration_ns(family, ends, layers, exits) + to_ns(model.profile.iteration_overhead_s),
         peak_bytes=family.peak[stages, layers, exits].max(axis=1, initial=0),
     )
 

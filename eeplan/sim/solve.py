@@ -9,14 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from eeplan.sim.family import Family, Integers
-
-if TYPE_CHECKING:
-    from eeplan.sim.suffix import Tables
+from eeplan.sim.family import Family, Integers, iteration_ns
 
 NODE_BUDGET = 6_000_000
 """Stages tried before a search gives up its proof; a count, so that equal inputs give equal plans."""
@@ -179,17 +175,19 @@ class _Search:
         longest = self._longest_ns() + 1
         value = np.array([longest if limit_ns is None else min(longest, limit_ns + 1), _ANYTHING, _ANYTHING])
         found, statistics = self._round(branch.TIME, 0, value, True, self.budget)
-        if found is None and statistics[branch.EXHAUSTED]:
+        if found is None and statistics[branch.STAGE] >= 0:
             return None
         return found is not None
 
     def choose(self, fastest: Solution) -> Solution:
         """Of the candidates as fast as ``fastest``, the least in peak, then in overshoot."""
-        from eeplan.sim import branch, prefix
+        from eeplan.sim import branch, known_stages, later_stages
 
         best = fastest
-        peak = int(self._bounds(best.value.time_ns, best.value.peak_bytes)[0].peak[0, 0, 0])
-        gaps = int(branch.least_gaps(self.family, prefix.empty_prefix(self.family), 0))
+        peak = int(
+            self._bounds(best.value.time_ns, best.value.peak_bytes)[0][0, 0, 0, later_stages.LEAST_PEAK]
+        )
+        gaps = int(branch.least_gaps(self.family, known_stages.empty_prefix(self.family), 0))
         for goal, lowest in ((branch.PEAK, peak), (branch.OVERSHOOT, gaps)):
             better, finished = self._deepen(goal, best.family, best.value, lowest, self.tie_budget)
             best, self.settled = better or best, self.settled and finished
@@ -218,7 +216,7 @@ class _Search:
             found, statistics = self._round(goal, index, value, not is_last, budget)
             budget -= int(statistics[branch.NODES])
             best = found or best
-            if statistics[branch.EXHAUSTED]:
+            if statistics[branch.STAGE] >= 0:
                 return best, False
             if is_last:
                 break
@@ -237,53 +235,87 @@ class _Search:
         self, goal: int, index: int, value: Integers, any_will_do: bool, budget: int
     ) -> tuple[Solution | None, Integers]:
         """A candidate below ``value``, which becomes its value, or None; and the statistics of ``branch``."""
-        from eeplan.sim import branch
+        from eeplan.sim import branch, known_stages, later_stages
+        from eeplan.sim.kernels import LANES
 
+        family = self.family
         bounds, most_layers, mean = self._bounds(int(value[branch.TIME]), int(value[branch.PEAK]))
-        solution, statistics = np.zeros((2, self.family.num_stages), np.int64), np.zeros(5, np.int64)
-        branch.search(
-            self.family,
-            bounds,
-            most_layers,
-            mean,
-            budget,
-            goal,
-            any_will_do,
-            value,
-            solution,
-            statistics,
-        )
-        self.judged += int(statistics[branch.JUDGED])
+        known, crossing = known_stages.empty_prefix(family), later_stages.crossing_ns(family)
+        cursor = branch.start(family, most_layers)
+        waiting = np.zeros((LANES, branch.W_RANK + 1, max(2, family.num_stages + 1)), np.int64)
+        statistics = np.zeros(branch.BUDGET + 1, np.int64)
+        statistics[branch.BUDGET] = budget
+        best: Solution | None = None
+        while True:
+            branch.search(
+                family, bounds, crossing, known, most_layers, mean, cursor, waiting, goal, value, statistics
+            )
+            if not statistics[branch.WAITING]:
+                break
+            found = self._judged(waiting[: statistics[branch.WAITING]], goal, index, value)
+            if found is not None:
+                best = found
+                statistics[branch.FOUND] += 1
+                if any_will_do:
+                    statistics[branch.STAGE] = -1
+                    break
         self.cut += int(statistics[branch.CUT])
-        if not statistics[branch.FOUND]:
-            return None, statistics
-        split, counts = (tuple(row) for row in solution.tolist())
-        return Solution(index, split, counts, Value(*value.tolist())), statistics
+        return best, statistics
+
+    def _judged(self, waiting: Integers, goal: int, index: int, value: Integers) -> Solution | None:
+        """The best of the candidates if it is below ``value``, which becomes its value."""
+        from eeplan.sim import branch
+        from eeplan.sim.fast import ends_ns
+
+        family, stages = self.family, self.family.num_stages
+        self.judged += len(waiting)
+        layers = np.diff(waiting[:, branch.W_BELOW])[:, :stages]
+        exits_below = waiting[:, branch.W_EXITS_BELOW]
+        group = family.group[exits_below[:, :stages], exits_below[:, 1 : stages + 1]]
+        ends = ends_ns(
+            waiting[:, branch.W_FORWARD, :stages],
+            waiting[:, branch.W_BACKWARD, :stages],
+            family.num_microbatches,
+            family.message,
+            "rendezvous" if family.rendezvous else "asynchronous",
+        )
+        best: Solution | None = None
+        for row, time_ns in enumerate(iteration_ns(family, ends, layers, group).tolist()):
+            peak, overshoot = waiting[row, branch.W_RANK, :2].tolist()
+            if branch.is_better(time_ns, peak, overshoot, goal, value):
+                value[:] = time_ns, peak, overshoot
+                counts = np.diff(exits_below[row])[:stages].tolist()
+                best = Solution(
+                    index, tuple(layers[row].tolist()), tuple(counts), Value(time_ns, peak, overshoot)
+                )
+        return best
 
     def _lowest_ns(self) -> int | None:
         """Lower bound of all candidates; None if there are none."""
-        from eeplan.sim import branch, suffix
+        from eeplan.sim import branch, known_stages, later_stages
 
-        crossing_ns = int(suffix.crossing_ns(self.family))
+        crossing_ns = later_stages.crossing_ns(self.family)
         longest_ns, limit_ns = self._longest_ns(), 2 * self.family.num_microbatches * crossing_ns
         limit_ns = limit_ns // self.family.num_stages + 1
         while True:
             bounds, most_layers, _ = self._bounds(limit_ns, _ANYTHING)
-            bound_ns = int(branch.lowest_ns(self.family, bounds, most_layers))
-            if bound_ns < suffix.NEVER:
+            known = known_stages.empty_prefix(self.family)
+            anything = np.zeros(2, np.int64)
+            bound_ns = int(branch.lowest_ns(self.family, bounds, crossing_ns, known, most_layers, anything))
+            if bound_ns < later_stages.NEVER:
                 # Stages that take longer than the limit alone were left out.
                 return min(bound_ns, limit_ns + 1)
             if limit_ns >= longest_ns:
                 return None
             limit_ns *= 4
 
-    def _bounds(self, limit_ns: int, limit_bytes: int) -> tuple[Tables, Integers, Integers]:
+    def _bounds(self, limit_ns: int, limit_bytes: int) -> tuple[Integers, Integers, Integers]:
         """Tables for candidates within both limits, with the layers and means of stages that they allow."""
-        from eeplan.sim import suffix
+        from eeplan.sim import later_stages
 
         family = self.family._replace(allowed=self.family.allowed & (self.family.peak <= limit_bytes))
         most_layers, mean = self._most_layers(limit_ns), self._mean(limit_ns)
-        return suffix.tables(family, limit_ns, most_layers, mean), most_layers, mean
+        return later_stages.tables(family, limit_ns, most_layers, mean), most_layers, mean
 
     def _most_layers(self, limit_ns: int) -> Integers:
         """Layers beyond which the stage alone takes longer than ``limit_ns``: M forwards and backwards."""
@@ -302,14 +334,15 @@ class _Search:
         A path that crosses the pipeline twice may spend its other M-1-P rounds on any run: whole turns of it,
         and what is left over on its slowest stage, which misses at most the messages within one turn.
         """
-        from eeplan.sim import suffix
+
+        from eeplan.sim import later_stages
 
         family = self.family
         turns = family.num_microbatches - 1 - family.num_stages
         if turns < 1:
             return np.zeros(2, np.int64)
         inside_ns = 0 if family.blocks else 2 * int(family.message.sum())
-        return np.array([limit_ns - 2 * int(suffix.crossing_ns(family)) + inside_ns, turns])
+        return np.array([limit_ns - 2 * int(later_stages.crossing_ns(family)) + inside_ns, turns])
 
     def _longest_ns(self) -> int:
         """More than any candidate takes: all ops and messages one after the other."""

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.linear_program import least_makespan_ns
 
-from eeplan.sim import branch, prefix, suffix
+from eeplan.sim import branch, known_stages, later_stages
 from eeplan.sim.family import Family, Integers
 from eeplan.sim.fast import Transport, ends_ns
 from eeplan.sim.layout import Layout, can_hold, least_overshoot
@@ -210,15 +210,15 @@ def test_no_bound_exceeds_what_completions_take(seed: int) -> None:
     value, split, counts = every[int(generator.integers(len(every)))]
     most = np.full(family.num_stages, family.num_layers)
     everything = np.zeros(2, np.int64)
-    bounds = suffix.tables(family, 1 << 62, most, everything)
-    known = prefix.empty_prefix(family)
-    crossing = suffix.crossing_ns(family)
-    assert prefix.bound_ns(family, bounds, known, 0, crossing) <= value.time_ns
+    bounds = later_stages.tables(family, 1 << 62, most, everything)
+    known = known_stages.empty_prefix(family)
+    crossing = later_stages.crossing_ns(family)
+    assert known_stages.bound_ns(family, bounds, known, 0, crossing) <= value.time_ns
     last = above = 0
     for stage, layers in enumerate(split):
         above += counts[stage]
-        assert prefix.extend(family, bounds, known, stage, layers, above, everything)
-        bound = prefix.bound_ns(family, bounds, known, stage + 1, crossing)
+        assert known_stages.extend(family, bounds, known, stage, layers, above, everything)
+        bound = known_stages.bound_ns(family, bounds, known, stage + 1, crossing)
         assert bound <= value.time_ns
         assert branch.least_gaps(family, known, stage + 1) <= value.overshoot
         last = bound
@@ -236,9 +236,9 @@ def test_too_high_a_bound_is_noticed() -> None:
             continue
         longer = family._replace(message=family.message + 50)
         most, everything = np.full(family.num_stages, family.num_layers), np.zeros(2, np.int64)
-        bounds = suffix.tables(longer, 1 << 62, most, everything)
-        known = prefix.empty_prefix(longer)
-        bound = prefix.bound_ns(longer, bounds, known, 0, suffix.crossing_ns(longer))
+        bounds = later_stages.tables(longer, 1 << 62, most, everything)
+        known = known_stages.empty_prefix(longer)
+        bound = known_stages.bound_ns(longer, bounds, known, 0, later_stages.crossing_ns(longer))
         wrong += bound > solution.value.time_ns
     assert wrong > 10
 

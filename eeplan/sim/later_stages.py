@@ -8,8 +8,6 @@ itself. No one choice of stages need reach all of them at once; that makes the b
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 from numba import njit
 
@@ -20,23 +18,23 @@ NEVER = 1 << 62
 """Beyond every time, size and overshoot."""
 
 
-class Tables(NamedTuple):
-    """Bounds of the stages s..P-1 given layers and exits below: [P+1, L+1, k+1]; NEVER if nothing fits."""
-
-    slowest: Integers
-    """Least slowest stage, forward plus backward with the messages that block it."""
-    rounds: Integers
-    """Least longest path with all rounds on one of these stages, from its first to its last."""
-    forwards: Integers
-    """Least slowest stage from its first to its last forward."""
-    backwards: Integers
-    """Least slowest stage from its first to its last backward."""
-    holders: Integers
-    """Fewest copies of the shared matrix."""
-    peak: Integers
-    step: Integers
-    slack: Integers
-    """Most that a run of stages below may exceed the allowed mean, times its denominator; else -1."""
+# Last index of the tables [P+1, L+1, k+1, 8]: bounds of the stages s..P-1 given layers and exits below; NEVER
+# if nothing fits. One array, because a tuple of many is slow to compile.
+(
+    # Slowest stage, forward plus backward with the messages that block it.
+    LEAST_SLOWEST,
+    # Longest path with all rounds on one of these stages, from its first to its last.
+    LEAST_ROUNDS,
+    # Slowest stage from its first to its last forward, or backward.
+    LEAST_FORWARDS,
+    LEAST_BACKWARDS,
+    # Copies of the shared matrix.
+    LEAST_HOLDERS,
+    LEAST_PEAK,
+    LEAST_STEP,
+    # Most that a run of stages below may exceed the allowed mean, times its denominator; else -1.
+    MOST_SLACK,
+) = range(8)
 
 
 @njit(cache=True)
@@ -68,8 +66,7 @@ def fits(family: Family, stage: int, below_layers: int, layers: int, below: int,
     return above - below <= room
 
 
-@njit(cache=True)
-def tables(family: Family, limit_ns: int, most_layers: Integers, mean: Integers) -> Tables:
+def tables(family: Family, limit_ns: int, most_layers: Integers, mean: Integers) -> Integers:
     """Bounds of all suffixes of candidates that take at most ``limit_ns``.
 
     Args:
@@ -77,38 +74,38 @@ def tables(family: Family, limit_ns: int, most_layers: Integers, mean: Integers)
         mean: (num, den), the largest mean that a run of neighbouring stages may have, with the messages
             between them; a ``den`` of 0 means any.
     """
+    shape = (family.num_stages + 1, family.num_layers + 1, family.num_exits + 1, MOST_SLACK + 1)
+    bounds = np.full(shape, NEVER)
+    bounds[..., MOST_SLACK] = -1
+    bounds[-1, -1, -1] = (0, NONE, 0, 0, 0, 0, 0, NEVER)
+    _fill(family, bounds, crossing_ns(family), limit_ns, most_layers, mean)
+    return bounds
+
+
+@njit(cache=True)
+def _fill(
+    family: Family, bounds: Integers, crossing: int, limit_ns: int, most_layers: Integers, mean: Integers
+) -> None:
     num_stages, num_layers, num_exits = family.num_stages, family.num_layers, family.num_exits
-    bounds, crossing = _no_tables(family), crossing_ns(family)
     reachable = num_layers
     for stage in range(num_stages - 1, -1, -1):
         reachable -= most_layers[stage]
-        most_below = min(most_layers[:stage].sum(), num_layers - (num_stages - stage))
+        most_on_earlier = 0
+        for earlier in range(stage):
+            most_on_earlier += most_layers[earlier]
+        most_below = min(most_on_earlier, num_layers - (num_stages - stage))
         for below in range(max(stage, reachable), most_below + 1):
             for exits in range(num_exits + 1):
                 if not _can_be_below(family, below, exits):
                     continue
                 for layers in range(1, min(most_layers[stage], num_layers - below) + 1):
                     for above in range(exits, num_exits + 1):
-                        if bounds.slowest[stage + 1, below + layers, above] == NEVER:
+                        if bounds[stage + 1, below + layers, above, LEAST_SLOWEST] == NEVER:
                             continue
                         if not fits(family, stage, below, layers, exits, above):
                             continue
                         if _alone_ns(family, crossing, stage, layers, exits, above) <= limit_ns:
                             _relax(family, bounds, stage, below, layers, exits, above, mean)
-    return bounds
-
-
-@njit(cache=True)
-def _no_tables(family: Family) -> Tables:
-    shape = (family.num_stages + 1, family.num_layers + 1, family.num_exits + 1)
-    bounds = Tables(
-        np.full(shape, NEVER), np.full(shape, NEVER), np.full(shape, NEVER), np.full(shape, NEVER),
-        np.full(shape, NEVER), np.full(shape, NEVER), np.full(shape, NEVER), np.full(shape, -1),
-    )  # fmt: skip
-    end = family.num_stages, family.num_layers, family.num_exits
-    bounds.slowest[end], bounds.rounds[end], bounds.forwards[end], bounds.backwards[end] = 0, NONE, 0, 0
-    bounds.holders[end], bounds.peak[end], bounds.step[end], bounds.slack[end] = 0, 0, 0, NEVER
-    return bounds
 
 
 @njit(cache=True)
@@ -122,7 +119,7 @@ def _alone_ns(family: Family, crossing: int, stage: int, layers: int, exits: int
     alone = 2 * crossing + turns * work
     if stage == family.num_stages - 1:
         # The way there does not end like one to a stage with others behind it.
-        there = crossing - (family.message.sum() if family.blocks else 0)
+        there = crossing - (_messages_ns(family) if family.blocks else 0)
         alone = max(alone, there + (family.num_microbatches - 1) * work)
     return int(alone)
 
@@ -130,7 +127,7 @@ def _alone_ns(family: Family, crossing: int, stage: int, layers: int, exits: int
 @njit(cache=True)
 def _relax(
     family: Family,
-    bounds: Tables,
+    bounds: Integers,
     stage: int,
     below: int,
     layers: int,
@@ -139,28 +136,28 @@ def _relax(
     mean: Integers,
 ) -> None:
     """Let the bounds at one place count with one more choice of the stage there."""
-    at, after = (stage, below, exits), (stage + 1, below + layers, above)
+    at, after = bounds[stage, below, exits], bounds[stage + 1, below + layers, above]
     forward, backward = stage_ns(family, stage, layers, exits, above)
     work, link = forward + backward + blocked_ns(family, stage), link_ns(family, stage)
     group = family.group[exits, above]
-    bounds.slowest[at] = min(bounds.slowest[at], max(work, bounds.slowest[after]))
-    longest = bounds.rounds[after] - work - link if bounds.rounds[after] > NONE else NONE
+    at[LEAST_SLOWEST] = min(at[LEAST_SLOWEST], max(work, after[LEAST_SLOWEST]))
+    longest = after[LEAST_ROUNDS] - work - link if after[LEAST_ROUNDS] > NONE else NONE
     turns = family.num_microbatches - 2 - (family.num_stages - 1 - stage)
     if turns >= 0:
         longest = max(longest, turns * work)
-    bounds.rounds[at] = min(bounds.rounds[at], longest)
+    at[LEAST_ROUNDS] = min(at[LEAST_ROUNDS], longest)
     waits, mixed = ramp_rounds(family, stage)
     forwards, backwards = waits * forward + mixed * work, waits * backward + mixed * work
-    bounds.forwards[at] = min(bounds.forwards[at], max(forwards, bounds.forwards[after]))
-    bounds.backwards[at] = min(bounds.backwards[at], max(backwards, bounds.backwards[after]))
-    bounds.holders[at] = min(bounds.holders[at], family.holder[stage, group] + bounds.holders[after])
-    bounds.peak[at] = min(bounds.peak[at], max(family.peak[stage, layers, group], bounds.peak[after]))
-    bounds.step[at] = min(bounds.step[at], max(family.step[stage, layers, group], bounds.step[after]))
-    if mean[1] and bounds.slack[after] >= 0:
+    at[LEAST_FORWARDS] = min(at[LEAST_FORWARDS], max(forwards, after[LEAST_FORWARDS]))
+    at[LEAST_BACKWARDS] = min(at[LEAST_BACKWARDS], max(backwards, after[LEAST_BACKWARDS]))
+    at[LEAST_HOLDERS] = min(at[LEAST_HOLDERS], family.holder[stage, group] + after[LEAST_HOLDERS])
+    at[LEAST_PEAK] = min(at[LEAST_PEAK], max(family.peak[stage, layers, group], after[LEAST_PEAK]))
+    at[LEAST_STEP] = min(at[LEAST_STEP], max(family.step[stage, layers, group], after[LEAST_STEP]))
+    if mean[1] and after[MOST_SLACK] >= 0:
         spare = mean[0] - work * mean[1]
         if stage < family.num_stages - 1:
-            spare += min(0, bounds.slack[after] - link * mean[1])
-        bounds.slack[at] = max(bounds.slack[at], spare)
+            spare += min(0, after[MOST_SLACK] - link * mean[1])
+        at[MOST_SLACK] = max(at[MOST_SLACK], spare)
 
 
 @njit(cache=True)
@@ -174,17 +171,21 @@ def ramp_rounds(family: Family, stage: int) -> tuple[int, int]:
     return waits, others - waits
 
 
-@njit(cache=True)
 def crossing_ns(family: Family) -> int:
     """A path from stage 0 to the last and back: the same for all candidates."""
     crossing = family.num_layers * (family.layer_forward + family.layer_backward)
-    crossing += family.exit_forward[-1] + family.exit_backward[-1]
-    for stage in range(family.num_stages):
-        crossing += family.forward[stage] + family.backward[stage]
-        crossing += blocked_ns(family, stage) + link_ns(family, stage)
-        if family.blocks and stage < family.num_stages - 1:
-            crossing -= family.message[stage]
-    return int(crossing)
+    crossing += int(family.exit_forward[-1] + family.exit_backward[-1])
+    crossing += int((family.forward + family.backward).sum())
+    # Where messages block, each counts as work of both its ends there and back, but not twice on the way.
+    return crossing + (3 if family.blocks else 2) * int(family.message.sum())
+
+
+@njit(cache=True)
+def _messages_ns(family: Family) -> int:
+    total = 0
+    for message in family.message:
+        total += message
+    return total
 
 
 @njit(cache=True)
