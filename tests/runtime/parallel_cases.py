@@ -51,7 +51,7 @@ UNTIED = ("0", "1")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A layout, exits, and options; 16 sequences an iteration in microbatches of two."""
+    """A layout, exits, and options."""
 
     pipeline: int = 1
     tensor: int = 1
@@ -68,6 +68,12 @@ class Case:
     """None: 0.5, which clips, or with untied matrices 0, which does not."""
     fill: tuple[int, int] | None = None
     loss_scale: float | None = None
+    overflow: tuple[int, int] | None = None
+    """(rank, iteration) whose gradients are to hold an infinity."""
+    sequences: int = 16
+    """In an iteration, in microbatches of two."""
+    stop_after: int | None = None
+    """Steps to take of the run; None: all."""
 
     @property
     def world_size(self) -> int:
@@ -98,7 +104,7 @@ class Case:
             },
             training={
                 "micro_batch_size": 2,
-                "global_batch_size": 16,
+                "global_batch_size": self.sequences,
                 "seq_length": 16,
                 "train_iters": steps,
                 "lr": 2e-3,
@@ -117,6 +123,11 @@ class Case:
 
     def run(self, steps: int) -> RunSpec:
         return validate(self.document(steps), RunSpec, "case")
+
+    def work(self, steps: int, seeds: dict[tuple[str, str], str]) -> Work:
+        """For the workers: this case, begun from the seed checkpoint of its exits."""
+        seed = seeds[self.exits, self.precision]
+        return Work(self.document(steps), self.stop_after or steps, seed, self.overflow)
 
     def label(self) -> str:
         """Short, for reports."""

@@ -18,6 +18,7 @@ from builders import make_plan
 from megatron.core import parallel_state
 from torch import Tensor
 
+from eeplan.errors import TrainingError
 from eeplan.plan import Plan
 from eeplan.runtime.backend import cuda_names_on_cpu, stop
 from eeplan.runtime.checkpoint_state import load_tensors
@@ -55,8 +56,11 @@ class Outcome:
     digests: dict[str, str] = field(default_factory=dict)
     """Of every whole parameter at the end."""
     skipped: list[bool] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
     loss_scales: list[float] = field(default_factory=list)
     """Before each step."""
+    error: str = ""
+    """Why the last step was not done."""
     num_copies: int = 0
     """Tensors compared after each step."""
 
@@ -88,9 +92,15 @@ def run_case(work: Work) -> Outcome:
             # Gradients are added to it.
             next(rank.model.parameters()).main_grad.view(-1)[0] = float("inf")
         record = rank.executor.run(batches.__getitem__)
-        Guard().check(iteration, record, rank.training, _names(rank.plan))
+        try:
+            Guard().check(iteration, record, rank.training, _names(rank.plan))
+        except TrainingError as error:
+            outcome.error = str(error)
+            break
         rank.training.synchronize_gradients()
-        outcome.skipped.append(rank.training.step().is_skipped)
+        step = rank.training.step()
+        outcome.skipped.append(step.is_skipped)
+        outcome.grad_norms.append(step.grad_norm)
         outcome.losses.append(_mean_losses(rank, record))
         outcome.num_copies, differing = _compare_copies(rank)
         outcome.differing += [f"{name} after step {iteration}" for name in differing]

@@ -62,6 +62,7 @@ class Run:
         parts["optimizer"].append(position.optimizer_steps)
         groups = self.rank.training.optimizer.param_groups
         parts["learning rate"] = [position.learning_rate_steps, [group["lr"] for group in groups]]
+        parts["loss scale"] = position.loss_scaling
         parts["data"] = position.consumed_samples
         parts["loss weights"] = self.rank.computation.weights
         parts["random"] = _digest(random_state()["torch"].numpy().tobytes())
@@ -138,6 +139,16 @@ def forget_bias_correction(run: Run) -> Any:
     return after
 
 
+def forget_loss_scale(run: Run) -> Any:
+    training = run.rank.training
+    old = training.loss_scaling
+
+    def after() -> None:
+        training.loss_scaling = old
+
+    return after
+
+
 def forget_data(run: Run) -> Any:
     return lambda: run.stream.seek(0)
 
@@ -159,6 +170,7 @@ FORGETTING: dict[str, Callable[[Run], Any]] = {
     "master copies": forget_tensors(lambda key: not key.startswith("optimizer.master.")),
     "bias correction": forget_bias_correction,
     "learning rate": forget_learning_rate,
+    "loss scale": forget_loss_scale,
     "data": forget_data,
     "random": forget_random,
     "loss weights": forget_loss_weights,

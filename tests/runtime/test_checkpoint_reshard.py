@@ -16,10 +16,13 @@ from eeplan.runtime.launch import launch
 
 
 def seen_by_ranks(folder: Path, layouts: Sequence[str], nproc: int, precision: str) -> list[dict[str, Any]]:
-    """``layouts`` as pipeline x tensor x data sizes, e.g. 2x1x1."""
+    """``layouts`` as pipeline x tensor x data sizes, e.g. 2x1x1.
+
+    A letter after it: s for sequence parallelism, d for the distributed optimizer with early reduction.
+    """
     files = build_small(folder)
     for layout in set(layouts):
-        pipeline, tensor, data = map(int, layout.split("x"))
+        pipeline, tensor, data = map(int, layout.rstrip("sd").split("x"))
         run = run_for(
             files,
             model__num_layers=4,
@@ -28,6 +31,9 @@ def seen_by_ranks(folder: Path, layouts: Sequence[str], nproc: int, precision: s
                 "pipeline_model_parallel_size": pipeline,
                 "tensor_model_parallel_size": tensor,
                 "data_parallel_size": data,
+                "sequence_parallel": layout.endswith("s"),
+                "use_distributed_optimizer": layout.endswith("d"),
+                "overlap_grad_reduce": layout.endswith("d"),
             },
             training__seq_length=16,
             training__train_iters=8,
@@ -63,8 +69,8 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return seen_by_ranks(tmp_path_factory.mktemp("two"), TWO, 2, "bf16")
 
 
-TWO = ("2x1x1", "1x2x1", "1x1x2", "2x1x1")
-FOUR = ("2x2x1", "4x1x1", "1x1x4", "1x2x2", "2x2x1")
+TWO = ("2x1x1", "1x2x1s", "1x1x2d", "1x1x2", "2x1x1")
+FOUR = ("1x1x4d", "2x2x1s", "4x1x1", "1x1x4", "2x1x2d", "1x2x2", "2x2x1")
 
 
 def test_two_ranks_in_every_layout(two_ranks: list[dict[str, Any]]) -> None:

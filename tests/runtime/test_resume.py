@@ -16,7 +16,11 @@ from eeplan.runtime.launch import launch
 ITERATIONS = 20
 CASES = {
     "one process, fp32": {"parallel__pipeline_model_parallel_size": 1},
-    "two stages, bf16": {"training__precision": "bf16"},
+    "two stages, fp16": {
+        "training__precision": "fp16",
+        "training__initial_loss_scale": 2.0**12,
+        "training__loss_scale_window": 3,
+    },
 }
 
 
@@ -70,13 +74,13 @@ def test_every_step_is_the_same_after_a_resume(ranks: list[dict[str, Any]]) -> N
 def test_leaving_anything_out_is_noticed(ranks: list[dict[str, Any]]) -> None:
     """After one more step from iteration 5 the weights differ, whatever was not restored."""
     expected = [seen["whole"][5]["weights"] for seen in ranks]
-    is_bf16 = len(ranks) == 2
+    is_half = len(ranks) == 2
     for name in ranks[0]["forgot"]:
         weights = [seen["forgot"][name][0]["weights"] for seen in ranks]
-        if name == "master copies" and not is_bf16:
+        if name in ("master copies", "loss scale") and not is_half:
             assert weights == expected, "fp32 has none"
-        elif name == "weights" and is_bf16:
+        elif name in ("weights", "loss scale") and is_half:
             parts = [seen["forgot"][name][0] for seen in ranks]
-            assert parts != [seen["whole"][5] for seen in ranks], "the step's gradient was another"
+            assert parts != [seen["whole"][5] for seen in ranks], "the gradient or the next scale was another"
         else:
             assert weights != expected, name
