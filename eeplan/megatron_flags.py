@@ -15,6 +15,7 @@ from itertools import groupby
 from typing import Any, Literal
 
 from eeplan.errors import SpecError
+from eeplan.megatron_scale_flags import launcher_words, said_by_launcher, scale_words
 from eeplan.plan import Plan
 from eeplan.sim.layout import Layout, Slot, layout_of
 from eeplan.spec import (
@@ -46,6 +47,8 @@ FIELDS: tuple[tuple[str, str, type[int] | type[float] | type[str]], ...] = (
     ("--global-batch-size", "training.global_batch_size", int),
     ("--seq-length", "training.seq_length", int),
     ("--train-iters", "training.train_iters", int),
+    ("--hidden-dropout", "training.hidden_dropout", float),
+    ("--attention-dropout", "training.attention_dropout", float),
     ("--seed", "training.seed", int),
     ("--lr", "training.lr", float),
     ("--min-lr", "training.min_lr", float),
@@ -66,7 +69,7 @@ FIELDS: tuple[tuple[str, str, type[int] | type[float] | type[str]], ...] = (
 
 LLAMA_FLAGS = (
     *("--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope"),
-    *("--disable-bias-linear", "--attention-dropout", "0.0", "--hidden-dropout", "0.0"),
+    "--disable-bias-linear",
 )
 """What every model of eeplan is, and Megatron's default is not."""
 
@@ -115,7 +118,7 @@ def flags_of_plan(plan: Plan) -> MegatronFlags:
     exits, notes = _exit_flags(run, layout)
     fill, fill_notes = _fill_flags(run)
     return MegatronFlags(
-        launcher=("--nproc-per-node", str(run.parallel.world_size)),
+        launcher=launcher_words(run.parallel),
         megatron=_megatron_flags(run),
         layout=("--pipeline-model-parallel-layout", layout_string(layout)),
         exits=(*exits, *fill),
@@ -154,7 +157,7 @@ def concrete_run(plan: Plan) -> RunSpec:
     return RunSpec(
         schema_version=1,
         model=model,
-        parallel=run.parallel.model_copy(update={"layer_split": split}),
+        parallel=said_by_launcher(run.parallel).model_copy(update={"layer_split": split}),
         training=run.training,
         data=run.data,
         exits=ExitsSpec(
@@ -244,9 +247,7 @@ def _megatron_flags(run: RunSpec) -> tuple[str, ...]:
         words += ("--group-query-attention", "--num-query-groups", str(run.model.query_groups))
     if run.model.untie_embeddings_and_output_weights:
         words.append("--untie-embeddings-and-output-weights")
-    if run.training.precision == "bf16":
-        words.append("--bf16")
-    return tuple(words)
+    return (*words, *scale_words(run))
 
 
 def _data_words(run: RunSpec) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from eeplan.errors import SpecError
 from eeplan.megatron_flags import FIELDS, LLAMA_FLAGS, parse_layout, plain_slot
+from eeplan.megatron_scale_flags import read_scale
 from eeplan.megatron_tables import DEFAULTS, IRRELEVANT_PREFIXES, TOKENIZER_SIZES, UNSUPPORTED
 from eeplan.schema import validate
 from eeplan.script_flags import FlagReader, Unread, flags_of
@@ -81,7 +82,7 @@ def _read_fields(reader: FlagReader, document: dict[str, Any]) -> None:
             raise SpecError(
                 f"{reader.where}: no {flag} among the flags of the training command; a run file needs it"
             )
-    document["training"]["precision"] = "bf16" if reader.switch("--bf16") else "fp32"
+    read_scale(reader, document)
     _read_data(reader, document)
 
 
@@ -137,12 +138,7 @@ def _require_llama(reader: FlagReader) -> None:
     wanted = flags_of(LLAMA_FLAGS)
     for flag, values in wanted.items():
         given = reader.take(flag)
-        if flag in ("--attention-dropout", "--hidden-dropout"):
-            if given is not None and float(reader.parsed(flag, given[0], float)) == 0.0:
-                continue
-            shown = given or ("0.1",)
-            reader.unread.append(Unread(flag, shown, "dropout; eeplan has none"))
-        elif given != values:
+        if given != values:
             said = " ".join(values) or "it"
             reader.unread.append(
                 Unread(flag, given or (), f"eeplan's model has {said}, the script's does not")
@@ -182,8 +178,13 @@ def _read_parallel(reader: FlagReader, document: dict[str, Any], command: Comman
             )
         parallel["layer_split"] = "uniform" if len(set(split)) == 1 else list(split)
     model_parallel = stages * parallel["tensor_model_parallel_size"]
-    world = _world_size(reader, command)
-    if world is None:
+    started = _ranks(reader, command)
+    if started is not None:
+        per_node, nodes = started
+        world = per_node * nodes
+        if nodes > 1 and per_node % parallel["tensor_model_parallel_size"] == 0:
+            parallel["gpus_per_node"] = per_node
+    else:
         world = model_parallel
         reader.assumed.append(
             f"parallel.data_parallel_size 1: the script does not say that it starts {world} ranks"
@@ -215,7 +216,8 @@ def _read_lengths(reader: FlagReader, training: dict[str, Any]) -> None:
         training["lr_warmup_iters"] = int(fraction * decay)
 
 
-def _world_size(reader: FlagReader, command: Command) -> int | None:
+def _ranks(reader: FlagReader, command: Command) -> tuple[int, int] | None:
+    """Ranks per node and nodes, as far as the launcher's flags say."""
     flags = {name.replace("-", "_"): values for name, values in flags_of(command.launcher).items()}
     sizes = []
     for name in ("__nproc_per_node", "__nnodes"):
@@ -228,7 +230,7 @@ def _world_size(reader: FlagReader, command: Command) -> int | None:
         if "$" in values[0]:
             return None
         sizes.append(int(reader.parsed(name.replace("_", "-"), values[0].partition(":")[0], int)))
-    return sizes[0] * (sizes[1] if len(sizes) > 1 else 1)
+    return sizes[0], sizes[1] if len(sizes) > 1 else 1
 
 
 def _read_exits(reader: FlagReader, layout: Layout) -> dict[str, Any]:
@@ -333,9 +335,6 @@ def _sort_rest(reader: FlagReader, run: RunSpec) -> None:
     holds = {"--rotary-percent": 1.0, "--kv-channels": float(run.model.head_dim)}
     for flag, values in reader.flags.items():
         if flag in holds and len(values) == 1 and reader.parsed(flag, values[0], float) == holds[flag]:
-            continue
-        # Megatron itself ignores it without tensor parallelism.
-        if flag == "--sequence-parallel" and run.parallel.tensor_model_parallel_size == 1:
             continue
         if flag in UNSUPPORTED:
             reader.unread.append(Unread(flag, values, UNSUPPORTED[flag]))

@@ -9,6 +9,8 @@ DEFAULTS: dict[str, str] = {
     "--init-method-std": "0.02",
     "--pipeline-model-parallel-size": "1",
     "--tensor-model-parallel-size": "1",
+    "--hidden-dropout": "0.1",
+    "--attention-dropout": "0.1",
     "--seed": "1234",
     "--min-lr": "0.0",
     "--lr-warmup-iters": "0",
@@ -67,7 +69,6 @@ IRRELEVANT_PREFIXES = (
     ),
     *(
         "--manual-gc",
-        "--sequence-parallel",
         "--no-mmap",
         "--override-opt",
         "--use-checkpoint-opt",
@@ -77,23 +78,15 @@ IRRELEVANT_PREFIXES = (
 """Beginnings of flags that change neither model nor plan as far as eeplan goes."""
 
 UNSUPPORTED = {
-    "--fp16": "half precision; eeplan trains in fp32 or bf16",
     "--num-experts": "mixture of experts",
     "--num-layers-per-virtual-pipeline-stage": "interleaved schedule",
     "--num-virtual-stages-per-pipeline-rank": "interleaved schedule",
     "--context-parallel-size": "context parallelism",
     "--expert-model-parallel-size": "expert parallelism",
-    "--use-distributed-optimizer": "sharded optimizer state",
-    "--overlap-grad-reduce": "overlapped gradient reduction",
     "--overlap-param-gather": "overlapped parameter gathering",
-    "--recompute-granularity": "activation recomputation",
-    "--recompute-activations": "activation recomputation",
-    "--recompute-method": "activation recomputation",
-    "--recompute-num-layers": "activation recomputation",
     "--use-dynamic-exit-layer-weight": "loss weights per token",
     "--tune-exit": "tuning exits of a frozen model",
     "--lr-decay-iters": "a decay shorter or longer than the training; eeplan decays over train_iters",
-    "--sequence-parallel": "sequence parallelism",
     "--backward-forward-ratio": "EE-LLM's guess for the fill; eeplan simulates",
 }
 """Flags with a bearing on the plan that a run file cannot express."""

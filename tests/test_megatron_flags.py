@@ -25,7 +25,9 @@ splits = st.lists(st.integers(1, 9), min_size=1, max_size=6).map(lambda split: L
 
 def back(plan_run: RunSpec, **arguments: object) -> tuple[RunSpec, RunSpec, tuple[str, ...]]:
     """The concrete run of a plan, the run read back from its EE-LLM script, and the notes."""
-    plan = make_plan(plan_run, make_profile(plan_run))
+    profile = make_profile(plan_run)
+    lines = {"p2p_between_nodes": profile.p2p, "all_reduce_between_nodes": profile.all_reduce}
+    plan = make_plan(plan_run, profile.model_copy(update=lines))
     flags = flags_of_plan(plan)
     script = read_script(flags.script("ee-llm"), "script")
     assert script.not_understood == ()
@@ -50,18 +52,35 @@ def runs(draw: st.DrawFn) -> RunSpec:
     if exits:
         exits["untie_exit_output_weights"] = untied or draw(st.booleans())
     finite = st.floats(1e-9, 0.5, allow_nan=False)
+    tp = draw(st.sampled_from([1, 2]))
+    precision: dict[str, object] = {"training__precision": draw(st.sampled_from(["fp32", "bf16", "fp16"]))}
+    if precision["training__precision"] == "fp16":
+        precision |= {
+            "training__loss_scale": draw(st.sampled_from([None, 1024.0])),
+            "training__initial_loss_scale": draw(st.sampled_from([2.0**32, 2.0**16])),
+            "training__min_loss_scale": draw(st.sampled_from([1.0, 0.5])),
+            "training__loss_scale_window": draw(st.sampled_from([1000, 50])),
+            "training__hysteresis": draw(st.sampled_from([1, 2])),
+        }
     return make_run(
         name="from_script",
         parallel__pipeline_model_parallel_size=stages,
-        parallel__tensor_model_parallel_size=draw(st.sampled_from([1, 2])),
+        parallel__tensor_model_parallel_size=tp,
         parallel__data_parallel_size=draw(st.sampled_from([1, 2])),
+        parallel__sequence_parallel=tp > 1 and draw(st.booleans()),
+        parallel__use_distributed_optimizer=draw(st.booleans()),
+        parallel__overlap_grad_reduce=draw(st.booleans()),
+        parallel__gpus_per_node=draw(st.sampled_from([None, 2, 4])),
+        training__recompute_granularity=draw(st.sampled_from([None, "full", "selective"])),
+        training__hidden_dropout=draw(st.sampled_from([0.0, 0.1])),
+        training__attention_dropout=draw(st.sampled_from([0.0, 0.2])),
+        **precision,
         model__num_query_groups=draw(st.sampled_from([None, 2])),
         model__ffn_hidden_size=draw(st.sampled_from([None, 128])),
         model__vocab_size=draw(st.integers(200, 999)),
         model__untie_embeddings_and_output_weights=untied,
         training__lr=draw(finite),
         training__weight_decay=draw(finite),
-        training__precision=draw(st.sampled_from(["fp32", "bf16"])),
         training__lr_decay_style=draw(st.sampled_from(["constant", "linear", "cosine"])),
         training__seed=draw(st.integers(1, 10**6)),
         training__adam_beta2=draw(st.floats(0.0, 0.99)),
@@ -93,7 +112,16 @@ def rounded(run: RunSpec) -> RunSpec:
 
 def test_a_changed_flag_is_seen_in_the_run_read_back() -> None:
     """Negative control: every flag that stands for a field matters."""
-    run = make_run(exits={"count": 1, "exit_forward": "deferred"})
+    run = make_run(
+        exits={"count": 1, "exit_forward": "deferred"},
+        parallel__tensor_model_parallel_size=2,
+        parallel__sequence_parallel=True,
+        parallel__use_distributed_optimizer=True,
+        parallel__overlap_grad_reduce=True,
+        training__recompute_granularity="full",
+        training__precision="fp16",
+        training__hidden_dropout=0.25,
+    )
     plan = make_plan(run, make_profile(run))
     flags = flags_of_plan(plan)
     text = flags.script("ee-llm")
@@ -104,7 +132,14 @@ def test_a_changed_flag_is_seen_in_the_run_read_back() -> None:
         ("--split 95,5,0", "--split 9,1,0"),
         ("--exit-layer-weight 0.5", "--exit-layer-weight 0.25"),
         ("--use-exit-norm", "--use-exit-block --use-exit-norm"),
-        ("--nproc-per-node 2", "--nproc-per-node 4"),
+        ("--nproc-per-node 4", "--nproc-per-node 8"),
+        ("--hidden-dropout 0.25", "--hidden-dropout 0.5"),
+        ("--initial-loss-scale 4294967296.0", "--initial-loss-scale 2.0"),
+        ("--recompute-granularity full", "--recompute-granularity selective"),
+        ("--use-distributed-optimizer", "--disable-bias-linear"),
+        ("--overlap-grad-reduce", "--disable-bias-linear"),
+        ("--sequence-parallel", "--disable-bias-linear"),
+        ("--fp16", "--bf16"),
     ):
         assert flag in text, flag
         assert read_script(text.replace(flag, other, 1), "script").run != wanted, flag
