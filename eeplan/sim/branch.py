@@ -17,7 +17,7 @@ from numba import njit
 from eeplan.sim import known_stages as rows
 from eeplan.sim.family import Family, Integers
 from eeplan.sim.known_stages import bound_ns, extend
-from eeplan.sim.later_stages import LEAST_PEAK, NEVER
+from eeplan.sim.later_stages import LEAST_PEAK, NEVER, inner
 
 NODES, JUDGED, CUT, FOUND, STAGE, WAITING, BUDGET = range(7)
 """Fields of the statistics: stages tried, candidates judged, subtrees cut, improvements; stage to go on with
@@ -67,7 +67,7 @@ def least_gaps(family: Family, prefix: Integers, fixed: int) -> int:
     return int(best)
 
 
-@njit(cache=True)
+@inner
 def _even_gaps(layers: int, parts: int) -> int:
     """Least sum of squares of ``parts`` positive numbers that add up to ``layers``; very large if none do."""
     size, larger = layers // parts, layers % parts
@@ -86,7 +86,7 @@ def is_better(time: int, peak: int, overshoot: int, goal: int, value: Integers) 
     return bool(time <= value[TIME] and peak <= value[PEAK] and overshoot < value[OVERSHOOT])
 
 
-@njit(cache=True)
+@inner
 def _is_excluded(family: Family, prefix: Integers, fixed: int) -> bool:
     """Whether all exits are on fixed stages, in numbers that do not count."""
     equal = 0
@@ -97,7 +97,13 @@ def _is_excluded(family: Family, prefix: Integers, fixed: int) -> bool:
 
 @njit(cache=True)
 def lowest_ns(
-    family: Family, bounds: Integers, crossing: int, prefix: Integers, most_layers: Integers, mean: Integers
+    family: Family,
+    bounds: Integers,
+    crossing: int,
+    prefix: Integers,
+    stage: int,
+    most_layers: Integers,
+    mean: Integers,
 ) -> int:
     """Lower bound of all candidates: the least of those with the first stage fixed.
 
@@ -105,10 +111,11 @@ def lowest_ns(
         bounds: from :func:`later_stages.tables`.
         crossing: from :func:`later_stages.crossing_ns`.
         prefix: from :func:`known_stages.empty_prefix`.
+        stage: 0; as a constant here it would be compiled for on its own.
         most_layers: as for :func:`search`.
         mean: as for :func:`search`.
     """
-    lowest, stage = NEVER, 0
+    lowest = NEVER
     for layers in range(1, most_layers[0] + 1):
         for above in range(family.num_exits + 1):
             if layers + family.num_stages - 1 > family.num_layers:
@@ -168,8 +175,8 @@ def search(
         peak = prefix[rows.PEAK, stage + 1]
         if stage + 1 < num_stages:
             peak = max(peak, bounds[stage + 1, prefix[rows.BELOW, stage + 1], exits, LEAST_PEAK])
-        better = is_better(time, peak, 0, goal, value)
         overshoot = 0
+        better = is_better(time, peak, overshoot, goal, value)
         if better and (goal == OVERSHOOT or stage + 1 == num_stages):
             overshoot = least_gaps(family, prefix, stage + 1)
             better = is_better(time, peak, overshoot, goal, value)

@@ -101,7 +101,8 @@ def ends_ns(
             f"message times of shape {messages.shape} for {num_candidates} candidates of {num_stages} "
             f"stages; expected one per link, ({num_stages - 1},), or ({num_candidates}, {num_stages - 1})"
         )
-    messages = np.ascontiguousarray(np.broadcast_to(messages, (num_candidates, num_stages - 1)))
+    # A copy, because kernels are compiled anew for arrays that are read-only.
+    messages = np.array(np.broadcast_to(messages, (num_candidates, num_stages - 1)), order="C")
     run = {"asynchronous": kernels.asynchronous, "rendezvous": kernels.rendezvous}[transport]
     ends = np.empty((num_candidates, num_stages), np.int64)
     run(forward_ns, backward_ns, messages, num_microbatches, ends)

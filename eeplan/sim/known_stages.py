@@ -26,6 +26,7 @@ from eeplan.sim.later_stages import (
     NONE,
     blocked_ns,
     fits,
+    inner,
     link_ns,
     ramp_rounds,
     stage_ns,
@@ -120,7 +121,7 @@ def extend(
     return True
 
 
-@njit(cache=True)
+@inner
 def _deepest(family: Family, prefix: Integers, stage: int, layers: int, exits: int) -> int:
     """Depth of the stage's deepest exit if all lie as shallow as they can; -1 if they do not fit."""
     below, deepest = prefix[BELOW, stage], prefix[DEEPEST, stage]
@@ -130,7 +131,7 @@ def _deepest(family: Family, prefix: Integers, stage: int, layers: int, exits: i
     return -1 if last > min(below + layers, family.num_layers - 1) else int(last)
 
 
-@njit(cache=True)
+@inner
 def _extend_ramps(family: Family, prefix: Integers, stage: int) -> None:
     """Warm-up and cool-down through the new stage (``closed_forms``)."""
     waits = family.num_stages - 1 - stage
@@ -150,7 +151,7 @@ def _extend_ramps(family: Family, prefix: Integers, stage: int) -> None:
     prefix[DRAIN, stage + 1] = prefix[DRAIN, stage] + prefix[BACKWARD, stage] + ahead
 
 
-@njit(cache=True)
+@inner
 def _extend_sync(family: Family, prefix: Integers, stage: int, sync: int, holds: bool) -> None:
     tail = sync - prefix[DRAIN, stage]
     prefix[TAIL, stage + 1] = max(prefix[TAIL, stage], tail)
@@ -158,13 +159,13 @@ def _extend_sync(family: Family, prefix: Integers, stage: int, sync: int, holds:
     prefix[HOLDERS, stage + 1] = prefix[HOLDERS, stage] + holds
 
 
-@njit(cache=True)
+@inner
 def rounds_left(family: Family, low: int) -> int:
     """Rounds to spend on stages from ``low`` on, on a path that turns there; negative if it cannot."""
     return int(family.num_microbatches - 2 - (family.num_stages - 1 - low))
 
 
-@njit(cache=True)
+@inner
 def _extend_rounds(family: Family, prefix: Integers, stage: int) -> None:
     """Rounds on the runs of neighbouring stages that end at the new one."""
     for low in range(family.num_stages):
@@ -219,7 +220,7 @@ def bound_ns(family: Family, bounds: Integers, prefix: Integers, fixed: int, cro
     return int(iteration + max(prefix[STEP, fixed], at[LEAST_STEP]))
 
 
-@njit(cache=True)
+@inner
 def _open_paths_ns(
     family: Family, bounds: Integers, prefix: Integers, fixed: int, crossing: int
 ) -> tuple[int, int]:
@@ -246,7 +247,7 @@ def _open_paths_ns(
     return int(both), int(max(one, both))
 
 
-@njit(cache=True)
+@inner
 def _ramps_ns(family: Family, prefix: Integers, stage: int) -> int:
     """All forwards of the slowest stage, to ``stage`` and back; or there first, then all backwards."""
     waits, _ = ramp_rounds(family, stage)

@@ -8,11 +8,16 @@ itself. No one choice of stages need reach all of them at once; that makes the b
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import njit
 
 from eeplan.sim.family import Family, Integers
 
+_WITHOUT_WRAPPERS: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+inner = njit(cache=True, **_WITHOUT_WRAPPERS)
+"""For what only compiled functions call: code to take a family apart for Python would be most of theirs."""
 NONE = -(1 << 62)
 NEVER = 1 << 62
 """Beyond every time, size and overshoot."""
@@ -37,7 +42,7 @@ NEVER = 1 << 62
 ) = range(8)
 
 
-@njit(cache=True)
+@inner
 def stage_ns(family: Family, stage: int, layers: int, below: int, above: int) -> tuple[int, int]:
     """Forward and backward of a stage."""
     forward = family.exit_forward[above] - family.exit_forward[below]
@@ -48,20 +53,20 @@ def stage_ns(family: Family, stage: int, layers: int, below: int, above: int) ->
     )
 
 
-@njit(cache=True)
+@inner
 def _can_be_below(family: Family, layers: int, exits: int) -> bool:
     """Whether so many exits can be on the first layers; always so where they have no places of their own."""
     least = family.exits_below[layers]
     return bool(least < 0 or least <= exits <= family.exits_most[layers])
 
 
-@njit(cache=True)
+@inner
 def fits(family: Family, stage: int, below_layers: int, layers: int, below: int, above: int) -> bool:
     """Whether a stage can be of that kind; exits are only counted, see ``deepest``."""
     if not family.allowed[stage, layers, family.group[below, above]]:
         return False
     if family.exits_below[below_layers + layers] >= 0:
-        return _can_be_below(family, below_layers + layers, above)
+        return bool(_can_be_below(family, below_layers + layers, above))
     room = layers + (stage > 0) - (stage == family.num_stages - 1)
     return above - below <= room
 
@@ -108,7 +113,7 @@ def _fill(
                             _relax(family, bounds, stage, below, layers, exits, above, mean)
 
 
-@njit(cache=True)
+@inner
 def _alone_ns(family: Family, crossing: int, stage: int, layers: int, exits: int, above: int) -> int:
     """At least what an iteration takes with this stage, whatever the others are."""
     forward, backward = stage_ns(family, stage, layers, exits, above)
@@ -124,7 +129,7 @@ def _alone_ns(family: Family, crossing: int, stage: int, layers: int, exits: int
     return int(alone)
 
 
-@njit(cache=True)
+@inner
 def _relax(
     family: Family,
     bounds: Integers,
@@ -160,7 +165,7 @@ def _relax(
         at[MOST_SLACK] = max(at[MOST_SLACK], spare)
 
 
-@njit(cache=True)
+@inner
 def ramp_rounds(family: Family, stage: int) -> tuple[int, int]:
     """From the first to the last forward of a stage: steps of a forward alone, and with a backward between.
 
@@ -180,7 +185,7 @@ def crossing_ns(family: Family) -> int:
     return crossing + (3 if family.blocks else 2) * int(family.message.sum())
 
 
-@njit(cache=True)
+@inner
 def _messages_ns(family: Family) -> int:
     total = 0
     for message in family.message:
@@ -188,7 +193,7 @@ def _messages_ns(family: Family) -> int:
     return total
 
 
-@njit(cache=True)
+@inner
 def blocked_ns(family: Family, stage: int) -> int:
     """What messages add to one steady forward and backward of a stage that waits for them."""
     if not family.blocks:
@@ -198,7 +203,7 @@ def blocked_ns(family: Family, stage: int) -> int:
     return 2 * (ahead + behind)
 
 
-@njit(cache=True)
+@inner
 def link_ns(family: Family, stage: int) -> int:
     """What messages add to a path that goes on to the next stage and comes back."""
     return 0 if family.blocks or stage == family.num_stages - 1 else 2 * family.message[stage]

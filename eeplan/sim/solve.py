@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from eeplan.sim.family import Family, Integers, iteration_ns
+from eeplan.sim.fixed_split import Enumerated, enumerated
 
 NODE_BUDGET = 6_000_000
 """Stages tried before a search gives up its proof; a count, so that equal inputs give equal plans."""
@@ -74,9 +75,10 @@ def solve(
         The solution and its proof. No solution and an optimal proof: none is allowed.
     """
     best: Solution | None = None
-    searches = []
+    searches: list[_Search | _Enumeration] = []
     for index, family in enumerate(families):
-        search = _Search(family, budget, tie_budget)
+        every = enumerated(family)
+        search = _Search(family, budget, tie_budget) if every is None else _Enumeration(every)
         searches.append(search)
         solution = search.fastest(index, best)
         if solution is not None:
@@ -99,8 +101,11 @@ def some_within(families: Sequence[Family], limit_ns: int | None, budget: int) -
     """Whether any candidate takes at most ``limit_ns``; None if the budget did not suffice to tell."""
     told: bool | None = False
     for family in families:
-        search = _Search(family, budget, 0)
-        found = search.within(limit_ns)
+        every = enumerated(family)
+        if every is not None:
+            found: bool | None = bool((every.time_ns <= (_ANYTHING if limit_ns is None else limit_ns)).any())
+        else:
+            found = _Search(family, budget, 0).within(limit_ns)
         if found:
             return True
         told = told if found is False else None
@@ -135,6 +140,36 @@ def without_times(family: Family) -> Family:
         step=nothing(family.step),
         shared=nothing(family.shared),
     )
+
+
+@dataclass(slots=True)
+class _Enumeration:
+    """A family of which every candidate is judged; the same questions and answers as ``_Search``."""
+
+    every: Enumerated
+    lower_bound_ns: int = _ANYTHING
+    finished: bool = True
+    settled: bool = True
+    cut: int = 0
+
+    @property
+    def judged(self) -> int:
+        return len(self.every)
+
+    def fastest(self, index: int, best: Solution | None) -> Solution | None:
+        """The least candidate if it is strictly faster than ``best``."""
+        found = self.every.best()
+        if found is None:
+            return None
+        time_ns, peak_bytes, overshoot, counts = found
+        self.lower_bound_ns = time_ns
+        if best is not None and time_ns >= best.value.time_ns:
+            return None
+        return Solution(index, self.every.split, counts, Value(time_ns, peak_bytes, overshoot))
+
+    def choose(self, fastest: Solution) -> Solution:
+        """It is the least in everything already."""
+        return fastest
 
 
 @dataclass(slots=True)
@@ -301,7 +336,9 @@ class _Search:
             bounds, most_layers, _ = self._bounds(limit_ns, _ANYTHING)
             known = known_stages.empty_prefix(self.family)
             anything = np.zeros(2, np.int64)
-            bound_ns = int(branch.lowest_ns(self.family, bounds, crossing_ns, known, most_layers, anything))
+            bound_ns = int(
+                branch.lowest_ns(self.family, bounds, crossing_ns, known, 0, most_layers, anything)
+            )
             if bound_ns < later_stages.NEVER:
                 # Stages that take longer than the limit alone were left out.
                 return min(bound_ns, limit_ns + 1)

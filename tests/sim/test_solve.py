@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.linear_program import least_makespan_ns
 
-from eeplan.sim import branch, known_stages, later_stages
+from eeplan.sim import branch, fixed_split, known_stages, later_stages
 from eeplan.sim.family import Family, Integers
 from eeplan.sim.fast import Transport, ends_ns
 from eeplan.sim.layout import Layout, can_hold, least_overshoot
-from eeplan.sim.solve import Value, solve, with_split, without_counts, without_times
+from eeplan.sim.solve import Value, solve, some_within, with_split, without_counts, without_times
 
 
 def random_family(generator: np.random.Generator) -> Family:
@@ -176,6 +176,32 @@ def test_restricted_families_are_searched_among_what_is_left(seed: int) -> None:
         assert (solution is None) == (not left)
         if solution is not None:
             assert key(solution.value) == min(key(value) for value, _, _ in left)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 2**32))
+def test_one_split_is_enumerated_with_the_answers_of_the_search(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    family = random_family(generator)
+    every = list(every_candidate(family))
+    if not every:
+        return
+    _, split, _ = every[int(generator.integers(len(every)))]
+    one = with_split(family, split)
+    listed = fixed_split.enumerated(one)
+    assert listed is not None
+    assert len(listed) == sum(other == split for _, other, _ in every)
+    with pytest.MonkeyPatch.context() as patch:
+        found = solve([one])
+        limits = [found[0].value.time_ns - 1, found[0].value.time_ns, None] if found[0] else [None]
+        within = [some_within([one], limit, 10**6) for limit in limits]
+        patch.setattr(fixed_split, "MOST", -1)
+        searched = solve([one])
+        assert [some_within([one], limit, 10**6) for limit in limits] == within == [False, True, True]
+    assert (found[0] is None) == (searched[0] is None)
+    if found[0] is not None and searched[0] is not None:
+        assert key(found[0].value) == key(searched[0].value)
+    assert found[1].optimal == searched[1].optimal is True
 
 
 @settings(max_examples=60, deadline=None)
