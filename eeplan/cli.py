@@ -170,6 +170,7 @@ def simulate(
     from eeplan.plan_views import simulation_result, simulation_tables
     from eeplan.sim.ascii import render
     from eeplan.sim.costs import pipeline_costs_of
+    from eeplan.sim.critical_path import critical_path, event_graph
     from eeplan.sim.engine import simulate as run_simulation
     from eeplan.sim.fill import schedule_of
     from eeplan.sim.trace import perfetto
@@ -178,9 +179,11 @@ def simulate(
         loaded = load_plan(plan)
         if trace:
             require_writable_file(trace, "trace")
-        timeline = run_simulation(schedule_of(loaded), pipeline_costs_of(loaded))
+        schedule, costs = schedule_of(loaded), pipeline_costs_of(loaded)
+        timeline = run_simulation(schedule, costs)
         if trace:
-            write_text(trace, json.dumps(perfetto({"predicted": timeline})))
+            path = critical_path(event_graph(schedule, timeline, costs.transport))
+            write_text(trace, json.dumps(perfetto({"predicted": timeline}, {"predicted": path})))
         result = simulation_result(loaded, timeline) | ({"trace": str(trace)} if trace else {})
     drawing = render(timeline, width) if ascii_art else ""
     if drawing and not as_json:
@@ -218,6 +221,14 @@ def train(
 def report(
     run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="Run directory that training left.")],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="OUT", help="Folder for the report.")],
+    compare_plan: Annotated[
+        Path | None,
+        typer.Option(
+            "--compare-plan",
+            metavar="PLAN",
+            help="Another plan of the model; else what the usage measured in DIR would change.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Compare what was predicted and what was measured."""
@@ -225,7 +236,7 @@ def report(
     from eeplan.views import summary_tables
 
     with _work() as progress, progress.step("write the report"):
-        summary = write_report(run_dir, output)
+        summary = write_report(run_dir, output, compare_plan)
     _print(as_json, summary, lambda: summary_tables(summary, output / "index.html"))
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from eeplan import decode_views
 from eeplan.report import words
-from eeplan.report.insights import headroom_sentences, parts_of_path, path_count, path_sentences
+from eeplan.report.insights import headroom_sentences, parts_of_path, path_sentences
 from eeplan.views import Table, plain_text, table_of
 
 if TYPE_CHECKING:
@@ -167,8 +167,8 @@ def _path(plan: Plan) -> Table:
             part.name,
             _text(words.percent(part.share)),
             _seconds(part.critical_s),
-            "" if part.forward is None else path_count(part.forward),
-            "" if part.backward is None else path_count(part.backward),
+            "" if part.forward is None else words.times(part.forward),
+            "" if part.backward is None else words.times(part.backward),
         )
         for part in parts_of_path(plan)
     )

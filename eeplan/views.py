@@ -121,6 +121,7 @@ def summary_tables(summary: Mapping[str, Any], page: Path) -> tuple[Table, ...]:
             _text(words.signed_percent(error["iteration_time"])),
         )
     ]
+    rows += [_part_row(name, part) for name, part in summary.get("parts", {}).items()]
     peaks = zip(predicted["peak_bytes"], measured["peak_bytes"], error["peak_bytes"], strict=True)
     rows += [
         (
@@ -135,8 +136,33 @@ def summary_tables(summary: Mapping[str, Any], page: Path) -> tuple[Table, ...]:
     return (
         Table("one iteration", tuple(rows), ("", "predicted", "measured", "error")),
         Table("loss, nats per token", losses, ("exit", "first", "last")),
+        *_replanned_table(summary.get("replanned")),
         Table("report", ((str(page),),)),
     )
+
+
+def _part_row(name: str, part: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    largest = max(abs(part["predicted"]), abs(part["measured"]))
+    predicted, measured = (
+        _text(words.quantity(part[source], part["unit"], largest)) for source in ("predicted", "measured")
+    )
+    label = f"  {name}" if name[0].islower() else name.lower()
+    return label, predicted, measured, _text(words.signed_percent(part["error"]))
+
+
+def _replanned_table(replanned: Mapping[str, Any] | None) -> tuple[Table, ...]:
+    """What a plan that knows the measured usage decides otherwise; no table where nothing is known."""
+    if replanned is None:
+        return ()
+    if "problem" in replanned:
+        return (Table("planned again", (("impossible", replanned["problem"]),)),)
+    changed = tuple(
+        (one["subject"], f"{_text(one['after'])} (was {_text(one['before'])})", one["why"])
+        for one in replanned["changes"]
+        if one["before"] != one["after"]
+    )
+    title = "planned again with the usage that was measured"
+    return (Table(title, changed or (("nothing changes", "", ""),), ("what", "now", "why"), sentences=True),)
 
 
 def doctor_table(checks: Sequence[Mapping[str, str]]) -> Table:

@@ -23,7 +23,7 @@ SURFACE = {
     "simulate": {"plan", "--trace", "--ascii", "--width", "--json"},
     "rehearse": {"plan", "--iterations", "--time-scale", "--trace", "--json"},
     "train": {"plan", "--out", "--nproc", "--restart", "--json"},
-    "report": {"run_dir", "--output", "-o", "--json"},
+    "report": {"run_dir", "--output", "-o", "--compare-plan", "--json"},
     "generate": {
         *("checkpoint", "--prompt", "--threshold", "--max-new-tokens", "--temperature", "--seed", "--json"),
         *("--mode", "--recompute-limit", "--exits", "--confidence", "--first-early-token"),

@@ -12,14 +12,19 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from eeplan.plan import Plan
+from eeplan.profile import OpName
+from eeplan.profile_variants import op_cost
 from eeplan.report.rundir import RunData
-from eeplan.sim.costs import pipeline_costs_of
+from eeplan.sim.costs import EXIT_OPS, pipeline_costs_of
 from eeplan.sim.engine import simulate
 from eeplan.sim.fill import schedule_of
+from eeplan.sim.idle import StageTime, stage_times
 from eeplan.timeline import Span, SpanKind, Timeline
 
 Unit = Literal["s", "bytes", "tokens/s", "fraction"]
 NS_PER_S = 1e9
+PHASES = ("warm-up", "steady", "cool-down")
+"""Of a stage's idle time, in order."""
 PARTS = ("pipeline", "gradient sync", "optimizer", "overhead")
 """Of an iteration, in order."""
 
@@ -151,6 +156,92 @@ def memory_quantities(run: RunData) -> tuple[Quantity, ...]:
     return tensors + resident
 
 
+def idle_phases(run: RunData) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    """Idle seconds of each stage by phase (``sim.idle``): predicted, and medians of recorded iterations."""
+    predicted = [
+        dict(zip(PHASES, (s.idle.warm_up_s, s.idle.steady_s, s.idle.cool_down_s), strict=True))
+        for s in run.plan.stages
+    ]
+    kinds = schedule_of(run.plan).kinds
+    recorded = [stage_times(timeline, kinds) for _, timeline in run.timelines]
+    measured = [
+        {name: statistics.median([phases(times[stage])[name] for times in recorded]) for name in PHASES}
+        for stage in range(len(run.plan.stages))
+    ]
+    return predicted, measured
+
+
+def phases(time: StageTime) -> dict[str, float]:
+    """Idle seconds by phase."""
+    nanoseconds = (time.warm_up_ns, time.steady_ns, time.cool_down_ns)
+    return {name: value / NS_PER_S for name, value in zip(PHASES, nanoseconds, strict=True)}
+
+
+def idle_quantities(run: RunData) -> tuple[Quantity, ...]:
+    """Idle time of each stage and its phases."""
+    rows = []
+    for stage, (expected, found) in enumerate(zip(*idle_phases(run), strict=True)):
+        n = len(run.timelines)
+        rows.append(Quantity(f"Idle, stage {stage}", "s", sum(expected.values()), sum(found.values()), n))
+        rows += [Quantity(f"{name}, stage {stage}", "s", expected[name], found[name], n) for name in PHASES]
+    return tuple(rows)
+
+
+def exit_quantities(run: RunData) -> tuple[Quantity, ...]:
+    """What each early exit takes of its stage for one microbatch, forward and backward; none if not timed.
+
+    Predicted from the profile where the run has it, else as an equal part of what its stage's exits take.
+    """
+    rows = []
+    for planned in sorted(run.plan.exits, key=lambda one: one.depth):
+        name = f"exit_{planned.depth}"
+        timed = run.measured.exits.get(name)
+        if timed is None:
+            continue
+        n = run.measured.iterations_timed
+        if run.profile is None:
+            stage = run.plan.stages[planned.stage]
+            expected = stage.exit_s / len(stage.exit_depths)
+            rows.append(
+                Quantity(f"Exit {planned.depth}", "s", expected, timed.forward_s + timed.backward_s, n)
+            )
+            continue
+        op: OpName = EXIT_OPS[planned.head]
+        cost = op_cost(run.profile, run.plan.run, op)
+        forward_s, backward_s = cost.forward.mean_s, cost.backward.mean_s
+        rows.append(
+            Quantity(
+                f"Exit {planned.depth}", "s", forward_s + backward_s, timed.forward_s + timed.backward_s, n
+            )
+        )
+        rows.append(Quantity(f"forward, exit {planned.depth}", "s", forward_s, timed.forward_s, n))
+        rows.append(Quantity(f"backward, exit {planned.depth}", "s", backward_s, timed.backward_s, n))
+    return tuple(rows)
+
+
+def decode_quantities(run: RunData) -> tuple[Quantity, ...]:
+    """Tokens per second of every decoding mode that was both predicted and measured, one sequence at once."""
+    if run.decode_bench is None:
+        return ()
+    return tuple(
+        Quantity(
+            f"{one.mode}, {threshold_words(one.threshold)}",
+            "tokens/s",
+            one.predicted_tokens_per_s,
+            one.tokens_per_s,
+            1,
+        )
+        for one in run.decode_bench.runs
+        if one.batch == 1 and one.predicted_tokens_per_s is not None
+    )
+
+
+def threshold_words(threshold: float | tuple[float, ...]) -> str:
+    """One threshold, or one per exit."""
+    each = threshold if isinstance(threshold, tuple) else (threshold,)
+    return f"threshold {', '.join(f'{one:g}' for one in each)}"
+
+
 def op_times(run: RunData, predicted: Timeline) -> tuple[OpTime, ...]:
     """Forward, backward, synchronisation and optimizer of each stage, op by op.
 
@@ -233,6 +324,21 @@ def summary(run: RunData) -> dict[str, Any]:
             for e in run.plan.exits
         ],
         "wall_s": run.measured.wall_s,
+        "parts": {
+            name: {"unit": q.unit, "predicted": q.predicted, "measured": q.measured, "error": q.error}
+            for name, q in (
+                *((q.name, q) for q in time_quantities(run)[1:]),
+                *((q.name, q) for q in exit_quantities(run) if q.name.startswith("Exit")),
+            )
+        },
+        "idle": [
+            {"predicted": expected, "measured": found}
+            for expected, found in zip(*idle_phases(run), strict=True)
+        ],
+        "headroom": [stage.time_headroom.model_dump(mode="json") for stage in run.plan.stages],
+        "critical_path": run.plan.critical_path.model_dump(mode="json"),
+        "interpolated_ops": list(run.plan.interpolated_ops),
+        "extrapolated_ops": list(run.plan.extrapolated_ops),
     }
 
 

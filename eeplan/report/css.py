@@ -34,7 +34,7 @@ section { margin-top: 3.1rem; }
 h2 { font-size: 1.36rem; line-height: 1.25; font-weight: 600; letter-spacing: -.006em;
   margin-bottom: .4rem; }
 section > p { max-width: 46em; }
-section > p.after { margin-top: .8rem; }
+p.after { margin-top: .8rem; }
 .columns { display: grid; grid-template-columns: minmax(0, 1fr) minmax(0, 1fr); gap: 1.4rem 40px;
   margin-top: 1.5rem; align-items: start; }
 .uneven { grid-template-columns: minmax(0, 64fr) minmax(0, 40fr); }

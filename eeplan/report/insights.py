@@ -33,11 +33,6 @@ def parts_of_path(plan: Plan) -> tuple[PathPart, ...]:
     return (*parts, *([PathPart("executor", other_s, other_s / whole_s, None, None)] if other_s else []))
 
 
-def path_count(count: PathCount) -> str:
-    """``64``, or ``1 to 64`` where critical paths of equal length differ."""
-    return f"{count.least}" if count.least == count.most else f"{count.least} to {count.most}"
-
-
 def path_sentences(plan: Plan) -> tuple[str, ...]:
     """How to read the counts, ties included if there are any."""
     counts = [count for part in parts_of_path(plan) for count in (part.forward, part.backward) if count]
@@ -46,7 +41,7 @@ def path_sentences(plan: Plan) -> tuple[str, ...]:
     if tie.most == tie.least:
         return (f"{sentence}.",)
     return (
-        f"{sentence}; {path_count(tie)}: several paths are equally long, one millisecond less gains "
+        f"{sentence}; {words.times(tie)}: several paths are equally long, one millisecond less gains "
         f"{tie.least}, one more costs {tie.most}.",
     )
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from eeplan.report import markup, sections, words
+from eeplan.report import markup, sections, sections_insight, words
 from eeplan.report.compare import OpTime, learnt, signed_error
 from eeplan.report.css import style_sheet
+from eeplan.report.replan import Comparison, NoPlan
 from eeplan.report.rundir import RunData
 
 
@@ -23,7 +24,12 @@ def headline(run: RunData) -> tuple[str, str]:
 
 
 def render(
-    run: RunData, drawings: Mapping[str, str], op_rows: Sequence[OpTime], shown_iteration: int, out: Path
+    run: RunData,
+    drawings: Mapping[str, str],
+    op_rows: Sequence[OpTime],
+    shown_iteration: int,
+    out: Path,
+    comparison: Comparison | NoPlan | None = None,
 ) -> str:
     """The whole page.
 
@@ -32,17 +38,21 @@ def render(
         op_rows: from ``compare.op_times``.
         shown_iteration: number of the iteration whose timeline is drawn.
         out: where the page goes, for the command that reproduces it.
+        comparison: with another plan, or with what the planner would decide now.
     """
     text, error = headline(run)
     body = (
         _header(run),
         sections.timeline(run, drawings, shown_iteration),
         sections.time(run, drawings, op_rows),
+        sections_insight.stages(run, drawings),
         sections.memory(run, drawings),
         sections.losses(run, drawings),
         sections.exits(run, drawings),
+        sections_insight.decoding(run, drawings),
         sections.samples(run),
         sections.plan(run.plan),
+        sections_insight.replanned(comparison),
         sections.origin(run, out),
     )
     return (

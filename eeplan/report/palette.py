@@ -31,6 +31,7 @@ KIND_NAMES: Mapping[str, str] = MappingProxyType(
 PART_COLOURS: Mapping[str, str] = MappingProxyType(
     {"pipeline": SLATE, "gradient sync": GREEN, "optimizer": PURPLE, "overhead": YELLOW}
 )
+PHASE_COLOURS: Mapping[str, str] = MappingProxyType({"warm-up": SKY, "steady": VERMILLION, "cool-down": BLUE})
 MEMORY_COLOURS: Mapping[str, str] = MappingProxyType({"state": BLUE, "activations": SKY, "transient": GREEN})
 EXIT_COLOURS = (ORANGE, GREEN, PURPLE, SKY, VERMILLION, BLUE)
 

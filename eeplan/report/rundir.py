@@ -17,8 +17,18 @@ from eeplan.errors import FileError, PlanError
 from eeplan.files import read_bytes
 from eeplan.plan import Plan, load_plan
 from eeplan.profile import DeviceFingerprint, OpProfile, load_profile
+from eeplan.report.evaluations import (
+    DECODE_BENCH,
+    EVALUATION,
+    USAGE,
+    DecodeBench,
+    Evaluation,
+    read_decode_bench,
+    read_evaluation,
+)
 from eeplan.schema import Model, validate
 from eeplan.timeline import Timeline
+from eeplan.usage import ExitUsage, load_usage
 
 Bytes = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -30,6 +40,14 @@ class _Record(Model):
     """A line or file written by training. Keys that the report does not use are left alone."""
 
     model_config = ConfigDict(extra="ignore")
+
+
+class MeasuredExit(_Record):
+    """One early exit inside the ops of its stage, for one microbatch."""
+
+    stage: Annotated[int, Field(ge=0)]
+    forward_s: Seconds = 0.0
+    backward_s: Seconds = 0.0
 
 
 class Measured(_Record):
@@ -45,6 +63,8 @@ class Measured(_Record):
     """Remainder of an iteration; a median of differences, so it can fall slightly below zero."""
     peak_bytes: tuple[Bytes, ...]
     process_peak_bytes: tuple[Bytes, ...]
+    exits: dict[str, MeasuredExit] = Field(default_factory=dict)
+    """By name (``exit_<depth>``); empty where they were not timed."""
     core_share: tuple[Fraction, ...] | None = None
     """Share of its ops' time that each stage had a core to itself; None where that cannot be told."""
     wall_s: Seconds
@@ -118,6 +138,13 @@ class RunData:
     timelines: tuple[tuple[int, Timeline], ...]
     """(iteration, measured timeline) of every recorded iteration."""
     samples: tuple[Sample, ...]
+    evaluation: Evaluation | None
+    """What the exits are worth on held-out text, and how often tokens leave; None without exits."""
+    usage: ExitUsage | None
+    """The same in the form that `eeplan plan --usage` reads."""
+    usage_sha256: str | None
+    decode_bench: DecodeBench | None
+    """Speed of the decoding modes on the checkpoint, where it was measured."""
 
     @property
     def loss_names(self) -> tuple[str, ...]:
@@ -169,6 +196,7 @@ def read_run(path: Path) -> RunData:
     train, validation, entropy = _read_metrics(path / "metrics.jsonl", plan)
     timelines = _read_timelines(path / "timelines.json", plan, {record.iteration for record in train})
     _check_stages(path / "measured.json", plan, measured)
+    usage, digest = load_usage(path / USAGE) if (path / USAGE).exists() else (None, None)
     return RunData(
         path=path,
         plan=plan,
@@ -179,6 +207,10 @@ def read_run(path: Path) -> RunData:
         unigram_entropy_nats=entropy,
         timelines=timelines,
         samples=_read_samples(path / "samples.json", plan),
+        evaluation=read_evaluation(path / EVALUATION, loss_names(plan)),
+        usage=usage,
+        usage_sha256=digest,
+        decode_bench=read_decode_bench(path / DECODE_BENCH),
     )
 
 

@@ -10,7 +10,13 @@ from pathlib import Path
 
 from eeplan.plan import Plan
 from eeplan.report import markup, tables, words
-from eeplan.report.compare import OpTime, idle_share, memory_quantities, time_quantities
+from eeplan.report.compare import (
+    OpTime,
+    exit_quantities,
+    idle_share,
+    memory_quantities,
+    time_quantities,
+)
 from eeplan.report.rundir import RunData, Sample
 
 _LINE_END = "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}"
@@ -39,7 +45,8 @@ def timeline(run: RunData, drawings: Mapping[str, str], shown: int) -> str:
         markup.paragraph(
             f"Each stage's upper row is the simulated iteration, the lower one iteration {shown} as it ran, "
             f"{chosen}. One schedule drives both. During the pipeline part stages stand idle for {predicted} "
-            f"of the time as predicted, for {measured} as measured."
+            f"of the time as predicted, for {measured} as measured. The line below the predicted ops is a "
+            "critical path: whatever takes longer on it makes the iteration longer."
         ),
         markup.figure(
             drawings["timeline"],
@@ -132,7 +139,12 @@ def exits(run: RunData, drawings: Mapping[str, str]) -> str:
         ),
         markup.columns(
             markup.table(tables.exits_words(run.plan), caption="Exits") if run.plan.exits else "",
-            markup.table(tables.stages_words(run.plan), caption="One microbatch on each stage, predicted"),
+            (
+                markup.table(tables.comparison_words(timed), caption="Each exit, one microbatch")
+                if (timed := exit_quantities(run))
+                else ""
+            )
+            + markup.table(tables.stages_words(run.plan), caption="One microbatch on each stage, predicted"),
         ),
     )
 
@@ -205,11 +217,15 @@ def plan(plan: Plan) -> str:
     return markup.section(
         "plan",
         "What was decided, and why",
-        markup.paragraph(f"This placement is {proof}; {certificate.evaluated:,} were evaluated."),
+        markup.paragraph(
+            f"This placement is {proof}: {certificate.evaluated:,} were evaluated, {certificate.pruned:,} "
+            "groups ruled out by a lower bound."
+        ),
         markup.table(tables.decisions_words(plan), "prose") if plan.decisions else "",
         markup.paragraph(
             "Ops whose cost was extrapolated instead of measured: "
-            f"{', '.join(plan.extrapolated_ops) or 'none'}.",
+            f"{', '.join(plan.extrapolated_ops) or 'none'}. Interpolated between measured microbatch sizes: "
+            f"{', '.join(plan.interpolated_ops) or 'none'}.",
             "after",
         ),
     )

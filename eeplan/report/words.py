@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from eeplan.plan import PathCount
 from eeplan.report.compare import Unit
 
 MINUS = "\N{MINUS SIGN}"
@@ -67,6 +68,11 @@ def quantity(value: float, unit: Unit, like: float | None = None) -> str:
     if unit == "bytes":
         return size(value, size_unit(scale))
     return percent(value) if unit == "fraction" else f"{number(value)}{THIN}tokens/s"
+
+
+def times(count: PathCount) -> str:
+    """``64``, or ``1 to 64`` where critical paths of equal length differ."""
+    return f"{count.least:,}" if count.least == count.most else f"{count.least:,} to {count.most:,}"
 
 
 def listing(items: Sequence[str]) -> str:

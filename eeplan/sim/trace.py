@@ -1,25 +1,28 @@
 """Timelines as a trace file for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
 One process per timeline, say "predicted" and "measured"; one thread per stage; arrows from the op that makes
-a tensor to the op that uses it; a counter of live bytes per stage. The format is Chrome's "Trace Event
-Format": times are microseconds, as fractions where nanoseconds need it.
+a tensor to the op that uses it; a counter of live bytes per stage; below the stages of a simulated timeline
+its critical path, op after op and message after message. The format is Chrome's "Trace Event Format": times
+are microseconds, as fractions where nanoseconds need it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from eeplan.timeline import Timeline
+from eeplan.timeline import Message, Span, Timeline
 
 Event = dict[str, Any]
+Path = Sequence[Span | Message]
 
 
-def perfetto(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
+def perfetto(timelines: Mapping[str, Timeline], paths: Mapping[str, Path] | None = None) -> dict[str, Any]:
     """All ``timelines`` as one JSON document; equal timelines give equal documents.
 
     Args:
         timelines: name of the process to timeline, shown in this order.
+        paths: critical path of some of them, by the same names.
 
     Returns:
         The document, ready for ``json.dump``. A message gets an arrow if both of its ops were recorded.
@@ -33,6 +36,8 @@ def perfetto(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
         next_flow += len(arrows) // 2
         events += arrows
         events += _memory(process, timeline)
+        if path := (paths or {}).get(name):
+            events += _critical_path(process, timeline.num_stages, path)
     return {"traceEvents": events, "displayTimeUnit": "ns"}
 
 
@@ -102,6 +107,29 @@ def _memory(process: int, timeline: Timeline) -> Iterator[Event]:
                 "ts": _us(sample.time_ns),
                 "args": {"bytes": sample.live_bytes},
             }
+
+
+def _critical_path(process: int, thread: int, path: Path) -> Iterator[Event]:
+    """A thread of its own, behind those of the stages."""
+    yield _metadata("thread_name", process, thread, {"name": "critical path"})
+    yield _metadata("thread_sort_index", process, thread, {"sort_index": thread})
+    for node in path:
+        if isinstance(node, Message):
+            name = f"{node.direction} message {node.microbatch}, stage {node.source} to {node.target}"
+            start_ns, end_ns, where = node.send_ns, node.receive_ns, node.source
+        else:
+            name = f"{node.kind} {node.microbatch} on stage {node.stage}"
+            start_ns, end_ns, where = node.start_ns, node.end_ns, node.stage
+        yield {
+            "ph": "X",
+            "name": name,
+            "cat": "critical path",
+            "pid": process,
+            "tid": thread,
+            "ts": _us(start_ns),
+            "dur": _us(end_ns - start_ns),
+            "args": {"microbatch": node.microbatch, "stage": where},
+        }
 
 
 def _us(time_ns: int) -> float:

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from builders import make_profile, make_run
+from decode_cases import with_decode_costs
 
 from eeplan.files import sha256_bytes
 from eeplan.plan import (
@@ -30,11 +32,19 @@ from eeplan.plan import (
     write_plan,
 )
 from eeplan.profile import OpProfile
-from eeplan.report.rundir import RunData
-from eeplan.schema import dump_yaml
+from eeplan.report.rundir import RunData, loss_names
+from eeplan.runtime.decode.quality import (
+    THRESHOLDS,
+    Outcomes,
+    exit_quality,
+    measured_usage,
+    threshold_quality,
+)
+from eeplan.schema import dump_yaml, write_yaml
 from eeplan.sim.idle import StageTime, stage_times
 from eeplan.sim.schedule import Op, one_f_one_b
 from eeplan.timeline import Span, Timeline
+from eeplan.usage import ExitUsage
 
 MIB = 2**20
 FORWARD_S, BACKWARD_S, EXIT_S = 0.030, 0.060, 0.004
@@ -271,6 +281,8 @@ def write_fake_run(
     noise: float = 0.03,
     seed: int = 0,
     prompts: int = 2,
+    evaluated: bool = True,
+    decode_bench: bool = True,
 ) -> Plan:
     """Write plan, profile, metrics, timelines, measurements and samples to ``folder``.
 
@@ -278,9 +290,11 @@ def write_fake_run(
         iterations: trained; the last ``recorded`` of them leave a timeline.
         slowdown: measured op times over planned ones.
         noise: relative spread of single ops.
+        evaluated: leave what the exits are worth, and the usage.
+        decode_bench: leave measured decoding speeds.
     """
     rng = random.Random(seed)
-    profile = make_profile(make_run())
+    profile = with_decode_costs(make_profile(make_run()))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "profile.yaml").write_text(dump_yaml(profile))
     plan = fake_plan(
@@ -312,8 +326,16 @@ def write_fake_run(
             "device": {"kind": "cpu", "name": "Fake CPU @ 2 GHz", "cores": 2, "memory_bytes": 8 * 2**30},
             "threads": 1,
             "software": {"python": "3.11.2", "torch": "2.13.0", "megatron-core": "0.16.1"},
+            "exits": {
+                f"exit_{e.depth}": {"stage": e.stage, "forward_s": EXIT_S * 0.4, "backward_s": EXIT_S * 0.7}
+                for e in plan.exits
+            },
         },
     )
+    if evaluated:
+        _write_evaluation(folder, plan, rng)
+    if decode_bench:
+        _write_json(folder / "decode_bench.json", {"runs": _bench_runs()})
     if prompts:
         _write_json(folder / "samples.json", [_sample(plan, rng) for _ in range(prompts)])
     return plan
@@ -372,6 +394,52 @@ def _metrics(plan: Plan, rng: random.Random, times: Sequence[float]) -> list[dic
         )
     lines.append({"kind": "validation", "iteration": len(times), "losses": losses(len(times), 0.05)})
     return lines
+
+
+def _write_evaluation(folder: Path, plan: Plan, rng: random.Random) -> None:
+    """Outcomes of made-up tokens, judged by the code that judges real ones."""
+    num_tokens, names = 2000, loss_names(plan)
+    tokens = np.random.default_rng(rng.randrange(1000))
+    label = tokens.integers(0, 50, num_tokens)
+    probability = np.clip(tokens.beta(2, 1.5, (len(names), num_tokens)), 0.02, 1.0)
+    right = tokens.random((len(names), num_tokens)) < 0.9 * probability
+    outcomes = Outcomes(
+        cross_entropy_EN=-np.log(probability),
+        predicted_EN=np.where(right, label, label + 1),
+        probability_EN=probability,
+        confidence_EN=probability,
+        label_N=label,
+    )
+    depths = sorted(e.depth for e in plan.exits)
+    everywhere = (*depths, plan.run.model.num_layers)
+    document = {
+        "iteration": 60,
+        "source": "iteration 60 of run 'fake' on the validation part of text",
+        "num_tokens": num_tokens,
+        "losses": dict.fromkeys(names, 2.0),
+        "exits": {name: exit_quality(outcomes, index) for index, name in enumerate(names)},
+        "thresholds": [threshold_quality(outcomes, threshold, everywhere) for threshold in THRESHOLDS],
+    }
+    _write_json(folder / "evaluation.json", document)
+    if depths:
+        usage = measured_usage(outcomes, depths, plan.run.model.num_layers, "made up")
+        write_yaml(folder / "usage.yaml", ExitUsage(schema_version=1, measured=usage), "made up")
+
+
+def _bench_runs() -> list[dict[str, Any]]:
+    speeds = {"full": (1.0, 50.0, 48.0), "catch_up": (0.6, 70.0, 74.0), "pipeline": (0.6, 60.0, None)}
+    return [
+        {
+            "mode": mode,
+            "batch": batch,
+            "threshold": threshold,
+            "tokens_per_s": batch * measured,
+            "predicted_tokens_per_s": predicted if batch == 1 else None,
+            "agreement_with_full": 0.9,
+        }
+        for mode, (threshold, measured, predicted) in speeds.items()
+        for batch in (1, 8)
+    ]
 
 
 def _sample(plan: Plan, rng: random.Random) -> dict[str, Any]:

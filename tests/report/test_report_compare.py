@@ -52,7 +52,8 @@ def predicted_numbers(reported: Reported) -> dict[str, Any]:
 
 def test_summary_equals_recomputation(reported: Reported) -> None:
     check_summary(reported.summary, reported.folder, predicted_numbers(reported))
-    keys = ["predicted", "measured", "error", "losses", "exits", "wall_s"]
+    keys = ["predicted", "measured", "error", "losses", "exits", "wall_s", "parts", "idle", "headroom"]
+    keys += ["critical_path", "interpolated_ops", "extrapolated_ops", "replanned"]
     assert list(reported.summary) == keys
     assert [e["name"] for e in reported.summary["exits"]] == ["exit_3", "exit_6"]
     assert json.loads((reported.out / "summary.json").read_text()) == reported.summary

@@ -31,6 +31,10 @@ FILES = {
     "memory.png",
     "losses.png",
     "layout.png",
+    "idle.png",
+    "critical_path.png",
+    "usage.png",
+    "reliability.png",
 }
 
 
@@ -99,7 +103,7 @@ def test_the_page_follows_the_scheme_and_fits_a_phone(html: str) -> None:
     assert '<meta name="viewport" content="width=device-width, initial-scale=1"/>' in html
     assert "@media print" in html
     figures = re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL)
-    assert len(figures) == 6
+    assert len(figures) == 10
     # Ink and background must change with the scheme, so no figure may fix them.
     assert not any(re.search(r"#(1d1c1a|fdfcfa)\b", figure) for figure in figures)
 
@@ -191,11 +195,22 @@ def test_the_tables_for_programs_agree_with_the_page(reported: Reported) -> None
     assert spans == {"predicted": 3 * (2 * 6 + 2), "measured": 3 * (2 * 6 + 2)}
     trace = json.loads((reported.out / "trace.json").read_text())
     ops = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    assert len(ops) == sum(spans.values())
+    on_path = [event for event in ops if event["cat"] == "critical path"]
+    assert len(ops) - len(on_path) == sum(spans.values())
+    assert sum(event["dur"] for event in on_path) == pytest.approx(reported.plan.prediction.pipeline_s * 1e6)
 
 
 def test_a_run_without_exits_samples_or_validation(tmp_path: Path) -> None:
-    write_fake_run(tmp_path / "run", stages=1, exit_depths=(), iterations=2, recorded=1, prompts=0)
+    write_fake_run(
+        tmp_path / "run",
+        stages=1,
+        exit_depths=(),
+        iterations=2,
+        recorded=1,
+        prompts=0,
+        evaluated=False,
+        decode_bench=False,
+    )
     metrics = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     kept = [line for line in metrics if json.loads(line)["kind"] == "train"]
     (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(kept))
@@ -206,6 +221,8 @@ def test_a_run_without_exits_samples_or_validation(tmp_path: Path) -> None:
     assert "no early exit" in text
     assert "holds no unigram entropy" in text
     assert "the only one recorded" in text
+    assert "What early exits bring when decoding" not in text
+    assert summary["replanned"] is None
 
 
 def test_a_diverged_run_is_shown_as_it_is(tmp_path: Path) -> None:

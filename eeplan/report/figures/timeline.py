@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from eeplan.report.palette import INK, KIND_COLOURS, KIND_NAMES, MUTED, ON_BAR, SOLID
+from eeplan.report.palette import INK, KIND_COLOURS, KIND_NAMES, MUTED, ON_BAR, SOLID, VERMILLION
 from eeplan.report.style import (
     WIDTH_IN,
     house_style,
@@ -16,7 +19,7 @@ from eeplan.report.style import (
     predicted_fill,
 )
 from eeplan.report.words import seconds, time_unit
-from eeplan.timeline import Span, Timeline
+from eeplan.timeline import Message, Span, Timeline
 
 ROW, PAIR = 1.0, 2.45
 """Height of a row, and distance between the rows of one stage and the next, in axis units."""
@@ -27,12 +30,17 @@ _MARGIN_IN = 1.3
 
 
 def timeline_figure(
-    predicted: Timeline, measured: Timeline, ends_s: tuple[float, float], caption: str
+    predicted: Timeline,
+    measured: Timeline,
+    ends_s: tuple[float, float],
+    caption: str,
+    path: Sequence[Span | Message] = (),
 ) -> Figure:
     """Two rows per stage: the simulated iteration hatched, the measured one solid below it.
 
     Args:
         ends_s: end of the predicted and of the measured iteration in seconds, overhead included.
+        path: critical path of the predicted one, drawn below its ops and from stage to stage.
     """
     unit, scale_s = time_unit(max(ends_s))
     stages = predicted.num_stages
@@ -49,15 +57,21 @@ def timeline_figure(
                 -0.078, stage * PAIR + ROW, f"stage {stage}", transform=axes.get_yaxis_transform(),
                 ha="right", va="center", color=INK, fontweight="bold",
             )  # fmt: skip
+        if path:
+            _draw_path(axes, path, scale_s)
         axes.set_yticks([s * PAIR + r * ROW + ROW / 2 for s in range(stages) for r in (0, 1)])
         axes.set_yticklabels(["predicted", "measured"] * stages)
         axes.spines["left"].set_visible(False)
         axes.set_xlabel(f"time since the start of the iteration ({unit})")
         _mark_ends(axes, ends_s, scale_s)
         shown = {s.kind for t in (predicted, measured) for stage in t.spans for s in stage}
-        handles = [Patch(color=KIND_COLOURS[k], label=KIND_NAMES[k]) for k in KIND_COLOURS if k in shown]
+        handles: list[Patch | Line2D] = [
+            Patch(color=KIND_COLOURS[k], label=KIND_NAMES[k]) for k in KIND_COLOURS if k in shown
+        ]
         handles.append(Patch(**predicted_fill(SOLID), label="predicted"))
         handles.append(Patch(**measured_fill(SOLID), label="measured"))
+        if path:
+            handles.append(Line2D([], [], color=VERMILLION, linewidth=1.8, label="critical path"))
         legend_above(axes, handles)
     return figure
 
@@ -80,6 +94,19 @@ def _draw_row(axes: Axes, spans: tuple[Span, ...], source: str, top: float, scal
                 ha="center", va="center", fontsize=7.5, clip_on=True,
                 color=INK if source == "predicted" else ON_BAR,
             )  # fmt: skip
+
+
+def _draw_path(axes: Axes, path: Sequence[Span | Message], scale_s: float) -> None:
+    """One line along the bottom of the predicted rows; messages lead from one stage's to another's."""
+    xs, ys = [], []
+    for node in path:
+        if isinstance(node, Message):
+            points = ((node.send_ns, node.source), (node.receive_ns, node.target))
+        else:
+            points = ((node.start_ns, node.stage), (node.end_ns, node.stage))
+        xs += [time_ns / 1e9 / scale_s for time_ns, _ in points]
+        ys += [stage * PAIR + ROW - 0.04 for _, stage in points]
+    axes.plot(xs, ys, color=VERMILLION, linewidth=1.4, solid_joinstyle="round", zorder=4, gid="critical-path")
 
 
 def _fits(axes: Axes, span: Span, scale_s: float) -> bool:
