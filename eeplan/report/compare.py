@@ -225,7 +225,7 @@ def decode_quantities(run: RunData) -> tuple[Quantity, ...]:
         return ()
     return tuple(
         Quantity(
-            f"{one.mode}, {threshold_words(one.threshold)}",
+            f"Mode {one.mode}, {threshold_words(one.threshold)}",
             "tokens/s",
             one.predicted_tokens_per_s,
             one.tokens_per_s,

@@ -18,6 +18,7 @@ from eeplan.report.sections import caption
 def stages(run: RunData, drawings: Mapping[str, str]) -> str:
     """Idle time by phase, room for more, and the critical path."""
     plan = run.plan
+    unit = words.time_unit(max(sum(found.values()) for found in idle_phases(run)[1]))
     return markup.section(
         "stages",
         "Where stages wait, and what they could still take",
@@ -27,7 +28,7 @@ def stages(run: RunData, drawings: Mapping[str, str]) -> str:
         ),
         markup.columns(
             markup.figure(drawings["idle"], f"{caption(run)}.", "idle.png"),
-            markup.table(_idle_words(run), caption="Idle in the pipeline part, predicted / measured")
+            markup.table(_idle_words(run, unit), caption=f"Idle, predicted / measured ({unit[0]})")
             + markup.table(_room_words(plan), caption="Room of each stage, per microbatch and in bytes"),
         ),
         markup.columns(
@@ -50,21 +51,17 @@ def _narrow(sentence: str) -> str:
     return sentence
 
 
-def _idle_words(run: RunData) -> pd.DataFrame:
-    """One row a stage, since there may be many."""
+def _idle_words(run: RunData, unit: tuple[str, float]) -> pd.DataFrame:
+    """One row a stage, since there may be many, with all numbers in one unit."""
     rows = []
     for stage, (expected, found) in enumerate(zip(*idle_phases(run), strict=True)):
         whole = sum(expected.values()), sum(found.values())
-        unit = words.time_unit(max(whole))
         pairs = {name: (expected[name], found[name]) for name in expected} | {"all": whole}
-        rows.append(
-            {"": f"Stage {stage}"}
-            | {
-                name: f"{words.number(one / unit[1])} / {words.seconds(other, unit)}"
-                for name, (one, other) in pairs.items()
-            }
-            | {"error": words.signed_percent(signed_error(*whole))}
-        )
+        cells = {
+            name: " / ".join(words.number(seconds / unit[1]) for seconds in pair)
+            for name, pair in pairs.items()
+        }
+        rows.append({"": f"Stage {stage}"} | cells | {"error": words.signed_percent(signed_error(*whole))})
     return pd.DataFrame(rows)
 
 

@@ -118,6 +118,7 @@ def fake_plan(
         parallel__pipeline_model_parallel_size=stages,
         training__global_batch_size=2 * microbatches,
         training__train_iters=60,
+        exits={"layers": [{"layer": depth} for depth in exit_depths]},
     )
     exits = tuple(
         PlannedExit(

@@ -103,8 +103,8 @@ def test_exits_and_decoding_are_compared_where_they_were_measured(reported: Repo
     assert exits[0].measured == pytest.approx(1.1 * EXIT_S)
     assert exits[0].predicted == pytest.approx(exits[1].predicted + exits[2].predicted)
     speeds = {quantity.name: quantity for quantity in compare.decode_quantities(reported.run)}
-    assert set(speeds) == {"full, threshold 1", "catch_up, threshold 0.6"}
-    assert speeds["full, threshold 1"].error == pytest.approx(48 / 50 - 1)
+    assert set(speeds) == {"Mode full, threshold 1", "Mode catch_up, threshold 0.6"}
+    assert speeds["Mode full, threshold 1"].error == pytest.approx(48 / 50 - 1)
     shutil.copytree(reported.folder, tmp_path / "run")
     (tmp_path / "run" / "profile.yaml").unlink()
     (tmp_path / "run" / "decode_bench.json").unlink()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from eeplan.sim.costs import PipelineCosts
+from eeplan.sim.critical_path import critical_path, event_graph
 from eeplan.sim.engine import simulate
 from eeplan.sim.schedule import one_f_one_b
 from eeplan.sim.trace import perfetto
@@ -146,3 +147,18 @@ def test_ops_of_the_whole_iteration_have_no_microbatch() -> None:
     forward, optimizer = events_of(perfetto({"measured": timeline}), "X")
     assert (forward["name"], forward["args"]) == ("forward 3", {"microbatch": 3})
     assert (optimizer["name"], optimizer["args"]) == ("optimizer", {})
+
+
+def test_the_critical_path_is_a_thread_without_gaps(timeline: Timeline) -> None:
+    graph = event_graph(one_f_one_b(3, 5), timeline)
+    document = perfetto({"predicted": timeline, "measured": timeline}, {"predicted": critical_path(graph)})
+    assert broken_rules(document) == []
+    on_path = [event for event in events_of(document, "X") if event["cat"] == "critical path"]
+    assert {(event["pid"], event["tid"]) for event in on_path} == {(1, 3)}
+    assert on_path[0]["ts"] == 0
+    for before, after in pairwise(on_path):
+        assert before["ts"] + before["dur"] == pytest.approx(after["ts"])
+    assert on_path[-1]["ts"] + on_path[-1]["dur"] == pytest.approx(timeline.pipeline_ns / 1000)
+    assert any(event["name"].startswith("forward message") for event in on_path)
+    names = [event["args"]["name"] for event in events_of(document, "M") if event["name"] == "thread_name"]
+    assert names.count("critical path") == 1
