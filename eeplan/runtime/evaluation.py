@@ -123,7 +123,7 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def _heads(rank: Rank, index: int, batch: Batch) -> Iterator[tuple[str, Tensor]]:
-    """Logits [S, B, V] of every head of this stage by name, the message passed on before the last is used."""
+    """Logits [S, B, V] of every head of this stage by name; then the next stage gets what it awaits."""
     channels, model = rank.channels, rank.model
     if channels.previous_rank is None:
         hidden = model.embed(batch.tokens, batch.position_ids)
