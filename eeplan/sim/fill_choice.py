@@ -157,7 +157,8 @@ def _searched(model: CostModel, problem: FillProblem, spec: FillSpec, outcome: F
     found = "no insert stays within" if outcome.best.fill.is_plain else "the most inserts within"
     reason = (
         f"{found} {limits}, of all pairs of counts ({outcome.evaluated} fills simulated; the formula for "
-        f"equal stages starts at {capacity} per region): {_numbers(problem, outcome.best)}"
+        f"equal stages starts at {capacity} per region), for the exits and layers chosen before: "
+        f"{_numbers(problem, outcome.best)}"
     )
     rejected = [
         f"one more in the {region}: {_misses(problem, cell)}"

@@ -186,7 +186,7 @@ def _fast_splits(model: CostModel) -> set[tuple[int, ...]]:
 
 def _blocks(model: CostModel, splits: Integers) -> Iterator[_Block]:
     for number in _numbers(model):
-        counts = _count_vectors(number, model.layout.num_stages)
+        counts = count_vectors(number, model.layout.num_stages)
         for mode in _modes(model, number):
             family = counted_family(model, number, head_of(model.run.exits), mode, transport_of(model))
             rows = max(1, CHUNK // len(counts))
@@ -194,7 +194,7 @@ def _blocks(model: CostModel, splits: Integers) -> Iterator[_Block]:
                 yield _judged(model, mode, number, family, splits[start : start + rows], counts)
 
 
-def _count_vectors(number: int, stages: int) -> Integers:
+def count_vectors(number: int, stages: int) -> Integers:
     """Every way to spread so many exits over the stages, [n, P]."""
     bars = combinations(range(number + stages - 1), stages - 1)
     rows = [[b - a - 1 for a, b in pairwise((-1, *bar, number + stages - 1))] for bar in bars]
