@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 from eeplan.files import write_bytes
 from eeplan.report.palette import EXIT_COLOURS, INK, PAPER
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 _DECODE_MODES = ("decode_full_s", "decode_kv_recompute_s", "decode_catch_up_s", "decode_pipeline_s")
 _UnitOf = Callable[[float], tuple[str, float]]
+WIDE, MOST_TICKS = 16, 8
+"""Ratio from which an axis is logarithmic, and values that fit below it."""
 MOST_LINES = 6
 """As many hues as can be told apart."""
 
@@ -62,7 +66,7 @@ def axis_figure(table: pd.DataFrame, axis: Axis, lines: Axis | None, caption: st
     if feasible["decode_full_s"].notna().any():
         # Every mode gives the same tokens, so the fastest is what counts.
         feasible = feasible.assign(decode_s=feasible[list(_DECODE_MODES)].min(axis=1))
-        columns.append(("decode_s", "decoding, fastest mode, per token", time_unit))
+        columns.append(("decode_s", "per token, fastest mode", time_unit))
         what = "Time, memory and decode latency"
     names = [None] if lines is None else list(lines.values)
     with house_style():
@@ -82,6 +86,7 @@ def axis_figure(table: pd.DataFrame, axis: Axis, lines: Axis | None, caption: st
                 )  # fmt: skip
                 if panel == 1 and lines is not None:
                     handles.append(Line2D([], [], label=str(name), **style))
+            _ticks(plot, _numbers(axis))
             plot.set_xlabel(axis.key)
             plot.set_ylabel(f"{title} ({unit})")
             plot.set_ylim(bottom=0)
@@ -89,6 +94,17 @@ def axis_figure(table: pd.DataFrame, axis: Axis, lines: Axis | None, caption: st
         if handles:
             legend_above(figure.axes[0], handles)
     return figure
+
+
+def _ticks(plot: Axes, values: Sequence[float]) -> None:
+    """Whole numbers for whole numbers; equal steps for equal ratios where values span many."""
+    if values[0] > 0 and values[-1] >= WIDE * values[0]:
+        plot.set_xscale("log")
+        plot.set_xticks(values if len(values) <= MOST_TICKS else [values[0], values[-1]])
+        plot.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        plot.xaxis.set_minor_locator(NullLocator())
+    elif all(isinstance(value, int) for value in values):
+        plot.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
 
 
 def _points(
