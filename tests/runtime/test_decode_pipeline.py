@@ -234,3 +234,40 @@ def test_an_end_token_ends_a_sequence(engines: dict[int, PipelineEngine]) -> Non
     end = plain[5]
     stopping = replace(request, end_tokens=frozenset({end}))
     assert [e.token for e in play(engines[2], [stopping])[0]] == plain[: plain.index(end)]
+
+
+@pytest.mark.parametrize(
+    ("stages", "shares"), [(1, 2), pytest.param(2, 2, marks=pytest.mark.long)], ids=["1x2", "2x2"]
+)
+def test_stages_shared_by_two_processes(stored: Stored, stages: int, shares: int) -> None:
+    """Heads, channels and the vocabulary cut in two; candidates and draws see all of it."""
+    engine = PipelineEngine(stored.folder, pipeline_size=stages, tensor_size=shares)
+    try:
+        assert len(engine.processes) == stages * shares - 1
+        rng = random.Random(stages)
+        for threshold in (0.5, 0.0, 1.0):
+            options = generate_options(threshold=threshold, max_new_tokens=99, mode="pipeline")
+            found = play(engine, [Request(PROMPT, options)])[0]
+            count = SEQ_LENGTH - len(PROMPT) + 1
+            exits = gpt.requested_exits(stored.run)
+            expected = naive_decode.decode(stored.params, stored.run, exits, PROMPT, threshold, count)
+            assert differences(found, expected) == []
+        whole = LocalEngine(stored.model)
+        requests = [drawn_request(rng, ["full"]) for _ in range(5)]
+        for mine, theirs in zip(play(engine, requests), play(whole, requests), strict=True):
+            assert [(e.token, e.exit) for e in mine] == [(e.token, e.exit) for e in theirs]
+        number = engine.processes[0]
+        engine.submit(Request(PROMPT, generate_options(threshold=1.0, max_new_tokens=9, mode="pipeline")))
+        engine.step()
+        os.kill(number, signal.SIGKILL)
+        with pytest.raises(DecodeError, match=f"share 2 of pipeline stage 1 .process {number}. was killed"):
+            run_on(engine)
+    finally:
+        engine.close()
+
+
+def test_what_cannot_be_shared_is_refused(stored: Stored) -> None:
+    with pytest.raises(DecodeError, match="tensor size is 3; expected a divisor of the 2 key/value heads"):
+        PipelineEngine(stored.folder, pipeline_size=1, tensor_size=3)
+    with pytest.raises(DecodeError, match="dtype is 'int8'; expected one of float32"):
+        PipelineEngine(stored.folder, pipeline_size=1, dtype="int8")

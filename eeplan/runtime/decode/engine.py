@@ -18,7 +18,6 @@ from eeplan.runtime.decode.modes import Decoder, decoder_on, drafting_exit
 from eeplan.runtime.decode.network import DecodeNetwork, Transformer
 from eeplan.runtime.decode.ops import Program
 from eeplan.runtime.decode.requests import Finish, Request, TokenEvent
-from eeplan.runtime.decode.rows import Work
 from eeplan.runtime.decode.weights import Weights, weights_of
 from eeplan.runtime.model import EarlyExitGPT, ExitSpec
 
@@ -82,9 +81,7 @@ class LocalEngine:
 
         A sequence that drafts may have no event in a step, or several.
         """
-        while self._waiting and len(self._running) < self._max_running:
-            number, (request, since_s) = self._waiting.popitem(last=False)
-            self._running[number] = self._join(request, since_s)
+        self._admit()
         emitted = advance(self._transformer, [one.program for one in self._running.values()])
         events: list[TokenEvent] = []
         for (number, sequence), emissions in zip(list(self._running.items()), emitted, strict=True):
@@ -108,14 +105,19 @@ class LocalEngine:
         """Bytes of keys and values that are allocated now."""
         return sum(one.decoder.rows.network.store.nbytes for one in self._running.values())
 
-    def work(self, request: int) -> Work:
-        """What has been computed so far for a sequence that is running."""
-        return self._running[request].decoder.rows.work
+    def decoder(self, request: int) -> Decoder:
+        """The decoder of a sequence that is running: its keys and values, and what it has computed."""
+        return self._running[request].decoder
 
     def close(self) -> None:
         """Drop all sequences."""
         self._waiting.clear()
         self._running.clear()
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self._max_running:
+            number, (request, since_s) = self._waiting.popitem(last=False)
+            self._running[number] = self._join(request, since_s)
 
     def _join(self, request: Request, since_s: float) -> Running:
         options = request.options

@@ -62,7 +62,8 @@ class Transformer:
         """Layers before the first one here."""
         self.last_depth = weights.stage.last_layer
         self._eps = shape.layernorm_epsilon
-        self._groups, self._head_dim = shape.query_groups, shape.head_dim
+        self._team = weights.team
+        self._groups, self._head_dim = shape.query_groups // weights.team.size, shape.head_dim
         self._queries = shape.num_attention_heads // shape.query_groups
         self._short = short_product(weights.device, weights.dtype)
 
@@ -117,14 +118,31 @@ class Transformer:
             hidden_RH = self._mlp(hidden_RH, norm, fc1, fc2, multiply)
         if head.norm is not None:
             hidden_RH = self._norm(hidden_RH, head.norm)
-        return multiply(hidden_RH, head.vocabulary if candidates_C is None else head.vocabulary[candidates_C])
+        return self._of_all_tokens(multiply, hidden_RH, head.vocabulary, candidates_C)
+
+    def _of_all_tokens(
+        self, multiply: Product, hidden_RH: Tensor, held_VH: Tensor, candidates_C: Tensor | None
+    ) -> Tensor:
+        """Logits of all tokens or of the candidates, those that other processes of the team hold included."""
+        if self._team.size == 1:
+            return multiply(hidden_RH, held_VH if candidates_C is None else held_VH[candidates_C])
+        vocab_size = self.weights.vocab_size
+        held, rows = self._team.tokens(vocab_size), len(hidden_RH)
+        if candidates_C is None:
+            logits_RV = hidden_RH.new_zeros(rows, vocab_size)
+            logits_RV[:, held.start : held.stop] = multiply(hidden_RH, held_VH)
+            return self._team.total(logits_RV)
+        mine_C = (candidates_C >= held.start) & (candidates_C < held.stop)
+        logits_RC = hidden_RH.new_zeros(rows, len(candidates_C))
+        logits_RC[:, mine_C] = multiply(hidden_RH, held_VH[candidates_C[mine_C] - held.start])
+        return self._team.total(logits_RC)
 
     def _norm(self, hidden_RH: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(hidden_RH, weight.shape, weight, self._eps)
 
     def _mlp(self, hidden_RH: Tensor, norm: Tensor, fc1: Tensor, fc2: Tensor, multiply: Product) -> Tensor:
         gate, up = multiply(self._norm(hidden_RH, norm), fc1).chunk(2, dim=-1)
-        return hidden_RH + multiply(silu(gate) * up, fc2)
+        return hidden_RH + self._team.total(multiply(silu(gate) * up, fc2))
 
     def _run_layer(self, layer: LayerWeights, hidden_RH: Tensor, place: _Place) -> Tensor:
         rows, groups, width = len(hidden_RH), self._groups, self._head_dim
@@ -140,7 +158,7 @@ class Transformer:
             sizes = [part.rows for part in place.parts]
             each = zip(place.parts, place.masks, turned_RGXD.split(sizes), strict=True)
             context_RH = torch.cat([self._attend(layer.slot, *one) for one in each])
-        hidden_RH = hidden_RH + place.multiply(context_RH, layer.proj)
+        hidden_RH = hidden_RH + self._team.total(place.multiply(context_RH, layer.proj))
         return self._mlp(hidden_RH, layer.mlp_norm, layer.fc1, layer.fc2, place.multiply)
 
     def _attend(self, slot: int, part: Part, mask: Tensor | None, turned_RGXD: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from eeplan.runtime.decode.modes import exit_check
 from eeplan.runtime.decode.network import DecodeNetwork, Transformer
 from eeplan.runtime.decode.ops import Logits, Program, RunBlock, RunLayers, Steps
 from eeplan.runtime.decode.options import GenerateOptions
+from eeplan.runtime.decode.team import from_bytes, to_bytes
 from eeplan.runtime.model import ExitSpec
 from eeplan.runtime.stage import FINAL
 
@@ -102,6 +103,7 @@ class StageRunner:
 
     def __init__(self, transformer: Transformer) -> None:
         self._transformer = transformer
+        self._team = transformer.weights.team
         self._sequences: dict[int, _Sequence] = {}
 
     @property
@@ -123,6 +125,9 @@ class StageRunner:
         Raises:
             DecodeError: a head's logits are not finite.
         """
+        # The other processes of the stage do the same, and come to the same decisions.
+        if self._team.rank == 0:
+            self._team.tell(list(messages))
         closed = {message.sequence for message in messages if isinstance(message, Closing)}
         passages: list[_Passage] = []
         for message in messages:
@@ -155,8 +160,8 @@ class StageRunner:
         if self._transformer.weights.stage.is_first:
             return self._transformer.embed(rows.tokens)
         weights = self._transformer.weights
-        flat = torch.frombuffer(bytearray(rows.hidden), dtype=weights.dtype)
-        return flat.view(len(rows.tokens), -1).to(weights.device)
+        shape = (len(rows.tokens), weights.run.model.hidden_size)
+        return from_bytes(rows.hidden, torch.empty(shape, dtype=weights.dtype, device=weights.device))
 
     def _program(self, passage: _Passage, emit: Emit) -> Program:
         yield from self._pass(passage, partial(emit, passage.rows.sequence))
@@ -211,6 +216,6 @@ def _onward(passage: _Passage) -> Rows:
         may_leave=rows.may_leave,
         uniform=rows.uniform,
         opening=rows.opening,
-        hidden=hidden_RH.contiguous().cpu().view(torch.uint8).numpy().tobytes(),
+        hidden=to_bytes(hidden_RH),
         top=passage.top,
     )

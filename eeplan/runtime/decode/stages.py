@@ -11,8 +11,16 @@ import torch
 from eeplan.errors import CheckpointError, DecodeError
 from eeplan.plan import Plan, load_plan
 from eeplan.runtime.checkpoint import PLAN, usable
+from eeplan.runtime.decode.team import ALONE, Team
 from eeplan.runtime.decode.weights import Weights, stored_weights
 from eeplan.runtime.model import ExitSpec, StageSpec
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +83,26 @@ def _is_on(depth: int, start: int, end: int) -> bool:
 
 
 def stage_weights(
-    checkpoint: Checkpoint, stage: StageSpec, vocab_size: int | None, dtype: torch.dtype | None
+    checkpoint: Checkpoint,
+    stage: StageSpec,
+    vocab_size: int | None,
+    dtype: str | None,
+    team: Team = ALONE,
 ) -> Weights:
     """Parameters of one stage, read from the checkpoint.
 
     Args:
         vocab_size: tokens that the tokenizer knows; default, the model's vocabulary without padding.
-        dtype: to compute in; default, as stored.
+        dtype: name of the torch dtype to compute in; default, as stored.
+        team: processes that share the stage.
 
     Raises:
-        CheckpointError: a tensor is missing or not readable.
+        DecodeError: there is no such dtype. CheckpointError: a tensor is missing or not readable.
     """
     run = checkpoint.plan.run
     known = run.model.vocab_size if vocab_size is None else vocab_size
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    return stored_weights(checkpoint.folder, run, stage, known, dtype=dtype, device=device)
+    kind = None if dtype is None else DTYPES.get(dtype)
+    if dtype is not None and kind is None:
+        raise DecodeError(f"dtype is '{dtype}'; expected one of {', '.join(DTYPES)}")
+    return stored_weights(checkpoint.folder, run, stage, known, dtype=kind, device=device, team=team)

@@ -9,7 +9,7 @@ Shape suffixes: V vocabulary, H hidden, P positions, X a group's queries, key an
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from eeplan.errors import CheckpointError
-from eeplan.runtime.model import EarlyExitGPT, ExitSpec, StageSpec
+from eeplan.runtime.decode.team import ALONE, Team
+from eeplan.runtime.model import EarlyExitGPT, StageSpec
 from eeplan.spec import RunSpec
 
 
@@ -42,7 +43,7 @@ class HeadWeights:
     """Parameters of an exit's head, the final one included."""
 
     vocabulary: Tensor
-    """[V, H], without padding."""
+    """[V, H], without padding; of the team's tokens."""
     norm: Tensor | None
     block: LayerWeights | None
     mlp: tuple[Tensor, Tensor, Tensor] | None
@@ -70,6 +71,8 @@ class Weights:
     cos_P1XD: Tensor
     sin_P1XD: Tensor
     """Rotation, see :func:`rotation`."""
+    team: Team
+    """Processes that hold the other shares of the stage's matrices."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -106,11 +109,13 @@ def stored_weights(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
+    team: Team = ALONE,
 ) -> Weights:
     """Parameters of one stage out of a verified checkpoint of any layout.
 
     Args:
         dtype: to compute in; default, as stored.
+        team: processes that share the stage.
 
     Raises:
         CheckpointError: a tensor is missing or not readable.
@@ -134,19 +139,24 @@ def stored_weights(
         raise CheckpointError(f"checkpoint {folder} does not fit its plan: {first_line}") from None
     named = {name: tensor.to(device=device, dtype=dtype) for name, tensor in state.items()}
     angles = rotary_angles(run, run.training.seq_length).to(device)
-    return weights_from(named, run, stage, angles, vocab_size)
+    return weights_from(named, run, stage, angles, vocab_size, team)
 
 
 def weights_from(
-    named: Mapping[str, Tensor], run: RunSpec, stage: StageSpec, angles_P11D: Tensor, vocab_size: int
+    named: Mapping[str, Tensor],
+    run: RunSpec,
+    stage: StageSpec,
+    angles_P11D: Tensor,
+    vocab_size: int,
+    team: Team = ALONE,
 ) -> Weights:
     """Parameters out of whole tensors by their global names; more than are needed may be there."""
     exits = tuple(sorted(stage.exits, key=lambda exit_: exit_.depth))
     layers = tuple(
-        _layer(named, f"decoder.layers.{index}.", slot)
+        _layer(named, f"decoder.layers.{index}.", slot, team)
         for slot, index in enumerate(range(stage.first_layer - 1, stage.last_layer))
     )
-    heads, num_slots = _heads(named, run, stage, exits, vocab_size)
+    heads, num_slots = _heads(named, run, stage, vocab_size, team)
     queries = run.model.num_attention_heads // run.model.query_groups
     cos, sin = rotation(angles_P11D, queries, layers[0].qkv.dtype)
     return Weights(
@@ -160,6 +170,7 @@ def weights_from(
         num_slots=num_slots,
         cos_P1XD=cos,
         sin_P1XD=sin,
+        team=team,
     )
 
 
@@ -232,31 +243,42 @@ def _matrix_name(run: RunSpec) -> str:
     return "embedding.word_embeddings.weight"
 
 
-def _layer(named: Mapping[str, Tensor], prefix: str, slot: int) -> LayerWeights:
+def _layer(named: Mapping[str, Tensor], prefix: str, slot: int, team: Team) -> LayerWeights:
     known = {f"{prefix}{part}" for part in _LAYER_PARTS}
     left_out = [name for name in named if name.startswith(prefix) and name not in known]
     assert not left_out, f"parameters that decoding would leave out: {left_out}"
     tensors = [named[f"{prefix}{part}"] for part in _LAYER_PARTS]
     attention_norm, qkv, proj, mlp_norm, fc1, fc2 = tensors
-    return LayerWeights(attention_norm, qkv, proj, mlp_norm, fc1, fc2, slot)
+    return LayerWeights(
+        attention_norm=attention_norm,
+        # Laid out by group, so an even cut is one by group.
+        qkv=team.share(qkv),
+        proj=team.share(proj, dim=1),
+        mlp_norm=mlp_norm,
+        fc1=team.gated_share(fc1),
+        fc2=team.share(fc2, dim=1),
+        slot=slot,
+    )
 
 
 def _heads(
-    named: Mapping[str, Tensor], run: RunSpec, stage: StageSpec, exits: Sequence[ExitSpec], vocab_size: int
+    named: Mapping[str, Tensor], run: RunSpec, stage: StageSpec, vocab_size: int, team: Team
 ) -> tuple[dict[int, HeadWeights], int]:
     """Heads by depth, and how many layers need a place in the store."""
     heads, slots = {}, stage.num_layers
-    for exit_ in exits:
+    tokens = team.tokens(vocab_size)
+    held = slice(tokens.start, tokens.stop)
+    for exit_ in sorted(stage.exits, key=lambda one: one.depth):
         prefix = f"exits.{exit_.depth}."
-        block = _layer(named, f"{prefix}block.", slots) if exit_.head == "block" else None
+        block = _layer(named, f"{prefix}block.", slots, team) if exit_.head == "block" else None
         slots += block is not None
         mlp = None
         if exit_.head == "mlp":
             norm, fc1, fc2 = (named[f"{prefix}{part}"] for part in _MLP_PARTS)
-            mlp = (norm, fc1, fc2)
+            mlp = (norm, team.gated_share(fc1), team.share(fc2, dim=1))
         matrix = named[_matrix_name(run) if exit_.tied else f"{prefix}output_layer.weight"]
-        heads[exit_.depth] = HeadWeights(matrix[:vocab_size], named.get(f"{prefix}norm.weight"), block, mlp)
+        heads[exit_.depth] = HeadWeights(matrix[held], named.get(f"{prefix}norm.weight"), block, mlp)
     if stage.is_last:
-        matrix = named[_matrix_name(run)][:vocab_size]
+        matrix = named[_matrix_name(run)][held]
         heads[run.model.num_layers] = HeadWeights(matrix, named[_FINAL_NORM], None, None)
     return heads, slots
