@@ -87,10 +87,11 @@ def load_tensors(folder: Path, model: EarlyExitGPT, training: Training | None) -
     Raises:
         CheckpointError: a tensor is missing, or has another shape or kind of number.
     """
+    # First, as ranks may have to meet for it: one that cannot read must not be waited for.
+    wanted = list(named_state(model, training))
     reader = dcp.FileSystemReader(folder)
     try:
         stored = reader.read_metadata().state_dict_metadata
-        wanted = list(named_state(model, training))
         state: dict[str, Any] = {}
         for key, _, tensor, parameter in wanted:
             saved: Any = stored.get(key)

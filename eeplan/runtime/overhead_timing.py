@@ -18,6 +18,7 @@ from eeplan.errors import DataError
 from eeplan.runtime.backend import Backend
 from eeplan.runtime.clock import Clock
 from eeplan.runtime.executor import Channels, Executor
+from eeplan.runtime.precision import dtype_of
 from eeplan.runtime.stage import Batch
 from eeplan.sim.schedule import one_f_one_b
 from eeplan.spec import RunSpec
@@ -50,13 +51,14 @@ def measure_overhead(run: RunSpec, backend: Backend, next_batch: Callable[[], Ba
         next_batch: fetches a microbatch as training does.
     """
     training, stage = run.training, backend.rank
+    shares = run.parallel.tensor_model_parallel_size if run.parallel.sequence_parallel else 1
     channels = Channels(
         forward_group=dist.new_group([0, 1]),
         backward_group=dist.new_group([0, 1]),
         previous_rank=0 if stage == 1 else None,
         next_rank=1 if stage == 0 else None,
-        message_shape=(training.seq_length, training.micro_batch_size, run.model.hidden_size),
-        dtype=torch.bfloat16 if training.precision == "bf16" else torch.float32,
+        message_shape=(training.seq_length // shares, training.micro_batch_size, run.model.hidden_size),
+        dtype=dtype_of(training.precision),
         device=backend.device,
     )
     gaps: list[int] = []

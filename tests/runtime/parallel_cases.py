@@ -121,13 +121,15 @@ class Case:
             fill={"policy": policy, "mode": "added"},
         )
 
-    def run(self, steps: int) -> RunSpec:
-        return validate(self.document(steps), RunSpec, "case")
+    def run(self, steps: int, **training: float) -> RunSpec:
+        document = self.document(steps)
+        document["training"].update(training)
+        return validate(document, RunSpec, "case")
 
-    def work(self, steps: int, seeds: dict[tuple[str, str], str]) -> Work:
+    def work(self, steps: int, seeds: dict[tuple[str, str], str], **training: float) -> Work:
         """For the workers: this case, begun from the seed checkpoint of its exits."""
-        seed = seeds[self.exits, self.precision]
-        return Work(self.document(steps), self.stop_after or steps, seed, self.overflow)
+        plan = make_plan(self.run(steps, **training))
+        return Work(plan, self.stop_after or steps, seeds[self.exits, self.precision], self.overflow)
 
     def label(self) -> str:
         """Short, for reports."""

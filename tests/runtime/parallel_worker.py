@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from builders import make_plan
 from megatron.core import parallel_state
 from torch import Tensor
 
@@ -28,7 +27,6 @@ from eeplan.runtime.launch import die_with_parent
 from eeplan.runtime.setup import Rank, set_up
 from eeplan.runtime.sharding import gather_whole
 from eeplan.runtime.stage import Batch
-from eeplan.schema import validate
 from eeplan.spec import RunSpec
 
 
@@ -36,8 +34,7 @@ from eeplan.spec import RunSpec
 class Work:
     """One training run."""
 
-    document: dict[str, Any]
-    """The run file's content."""
+    plan: Plan
     steps: int
     seed_checkpoint: str
     """Folder of the parameters to begin with."""
@@ -76,10 +73,15 @@ def text_of(run: RunSpec, iteration: int, count: int) -> dict[str, Tensor]:
 
 def run_case(work: Work) -> Outcome:
     """Train; collective over all ranks."""
-    run = validate(work.document, RunSpec, "case")
-    if parallel_state.model_parallel_is_initialized():
+    parallel = work.plan.run.parallel
+    layout = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
+    # Many groups of many ranks take longer to make than a small model takes to train.
+    if parallel_state.model_parallel_is_initialized() and layout != (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+    ):
         parallel_state.destroy_model_parallel()
-    rank = set_up(make_plan(run))
+    rank = set_up(work.plan)
     load_tensors(Path(work.seed_checkpoint), rank.model, None)
     with cuda_names_on_cpu(rank.backend.device):
         rank.training.optimizer.reload_model_params()
@@ -105,7 +107,15 @@ def run_case(work: Work) -> Outcome:
         outcome.num_copies, differing = _compare_copies(rank)
         outcome.differing += [f"{name} after step {iteration}" for name in differing]
     outcome.digests = _whole_digests(rank)
+    _drop_groups(rank)
     return outcome
+
+
+def _drop_groups(rank: Rank) -> None:
+    """Every gloo group keeps threads that poll: hundreds of cases would drown the machine in them."""
+    for group in (rank.channels.forward_group, rank.channels.backward_group, rank.training.tied_group):
+        if group is not None:
+            dist.destroy_process_group(group)
 
 
 def _batches(rank: Rank, iteration: int) -> list[Batch]:

@@ -46,6 +46,8 @@ class Case:
     exit_forward: str = "deferred"
     microbatches: int = 6
     data: int = 1
+    tensor: int = 1
+    """Above 1 with sequence parallelism."""
     equal_data: bool = False
     """All microbatches hold the same text."""
 
@@ -64,6 +66,8 @@ class Case:
             parallel={
                 "pipeline_model_parallel_size": self.pipeline,
                 "data_parallel_size": self.data,
+                "tensor_model_parallel_size": self.tensor,
+                "sequence_parallel": self.tensor > 1,
             },
             training={
                 "micro_batch_size": 2,
@@ -91,6 +95,7 @@ CASES = [
     Case(4, (0, 1, 2), (3, 3), "same_count", microbatches=9, equal_data=True),
     Case(4, (0, 2), (3, 3), untied=True, equal_data=True),
     Case(2, (0, 1), (1, 1), data=2),
+    Case(2, (0, 2), (1, 1), tensor=2, untied=True),
 ]
 
 
@@ -209,7 +214,7 @@ class Finished:
 def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Finished]:
     """All cases of a world size, run on real ranks in one launch."""
     folder = tmp_path_factory.mktemp("filled")
-    cases = [case for case in CASES if case.pipeline * case.data == request.param]
+    cases = [case for case in CASES if case.pipeline * case.data * case.tensor == request.param]
     inputs = [inputs_of(case, seed=case.pipeline + len(case.exits)) for case in cases]
     torch.save(inputs, folder / "cases.pt")
     here = Path(__file__).parent

@@ -16,9 +16,7 @@ HALF = Case(exits="1", precision="fp16", sequences=4)
 
 
 def outcome_of(case: Case, folder: Path, steps: int, **training: float) -> Outcome:
-    work = case.work(steps, write_seeds(folder, [case]))
-    work.document["training"].update(training)
-    (outcome,) = run_here([work])
+    (outcome,) = run_here([case.work(steps, write_seeds(folder, [case]), **training)])
     return outcome
 
 

@@ -18,15 +18,17 @@ from eeplan.runtime.rehearse import rehearse
 from eeplan.sim.fill import schedule_of
 from eeplan.timeline import Span, Timeline
 
+FILLS_EVIDENCE = Path(__file__).parents[2] / "reports" / "training"
 
-def plan_of(stages: int, microbatches: int, **overrides: Any) -> Plan:
+
+def plan_of(stages: int, microbatches: int, *, backward_ratio: float = 2.0, **overrides: Any) -> Plan:
     """Layers of 4 ms and more, so that delays of the machine stay small beside them."""
     run = make_run(
         parallel={"pipeline_model_parallel_size": stages},
         training__global_batch_size=2 * microbatches,
         **({"exits": {"count": 1}} | overrides),
     )
-    return make_plan(run, make_profile(run, flops_per_s=1e9))
+    return make_plan(run, make_profile(run, flops_per_s=1e9, backward_ratio=backward_ratio))
 
 
 @pytest.fixture(scope="module")
@@ -115,3 +117,61 @@ def test_24_plans_take_the_time_that_was_predicted(tmp_path: Path) -> None:
         (tmp_path / "rehearsals.json").write_text(json.dumps(results, indent=1) + "\n")
     errors = [abs(result["iteration_error"]) for result in results]
     assert sum(errors) / len(errors) < 0.02, errors
+
+
+def equal_stages(stages: int, fill: tuple[int, int]) -> Plan:
+    """An exit like the final head on every stage but the last, so that the paper's capacity is exact.
+
+    Backwards take 2 forwards on four stages and 1.5 on eight, where one insert too many costs most.
+    """
+    return plan_of(
+        stages,
+        2 * stages if stages == 4 else stages,
+        backward_ratio=2.0 if stages == 4 else 1.5,
+        model__num_layers=2 * stages,
+        exits={
+            "layers": [{"layer": 2 * stage + 1, "head": "minimal"} for stage in range(stages - 1)],
+            "exit_forward": "eager",
+        },
+        fill={"policy": {"warmup": fill[0], "cooldown": fill[1]}, "mode": "added"},
+    )
+
+
+CAPACITY = {4: 2, 8: 4}
+"""Inserts that fit into a bubble: floor((P - 1) / (f/b + 1)) (EE-LLM 3.3)."""
+
+
+@pytest.mark.parametrize("stages", CAPACITY)
+def test_fills_up_to_the_capacity_are_predicted_to_take_no_time(stages: int) -> None:
+    most = CAPACITY[stages]
+    times = {
+        fill: equal_stages(stages, fill).prediction.pipeline_s
+        for fill in ((0, 0), (most, 0), (0, most), (most, most), (most + 1, most + 1))
+    }
+    plain = times.pop((0, 0))
+    longer = times.pop((most + 1, most + 1))
+    assert all(time == pytest.approx(plain, rel=2e-3) for time in times.values()), times
+    assert longer > 1.05 * plain
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("stages", CAPACITY)
+def test_fills_up_to_the_capacity_take_no_time(stages: int) -> None:
+    """Measured: K fills in both regions within 3 % of none, one more visibly longer. On a quiet machine."""
+    most = CAPACITY[stages]
+    measured = {
+        fill: rehearse(equal_stages(stages, fill), iterations=9).to_json()
+        for fill in ((0, 0), (most, most), (most + 1, most + 1))
+    }
+    path = FILLS_EVIDENCE / f"fills_p{stages}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    keys = ("iteration_times_s", "measured_iteration_s", "predicted_pipeline_s", "iteration_error")
+    kept = [
+        {"stages": stages, "inserts": list(fill)} | {key: result[key] for key in keys}
+        for fill, result in measured.items()
+    ]
+    path.write_text(json.dumps(kept, indent=1) + "\n")
+    plain, filled, longer = (result["measured_iteration_s"] for result in measured.values())
+    assert filled < 1.03 * plain
+    assert longer > 1.04 * plain
