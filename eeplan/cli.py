@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from eeplan import __version__, cli_bench, cli_decoding, cli_planning, cli_rehearsal, cli_serving
-from eeplan.cli_output import Json, PlanFile, RunFile
+from eeplan.cli_output import Json, PlanFile, RunFile, positive_numbers
 from eeplan.cli_output import print_result as _print
 from eeplan.cli_output import work as _work
 from eeplan.errors import EeplanError, Preempted
@@ -102,6 +102,10 @@ def _global_options(
 def profile(
     run: RunFile,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="PROFILE", help="Profile to write.")],
+    micro_batch_sizes: Annotated[
+        str | None,
+        typer.Option("--micro-batch-sizes", metavar="SIZES", help="As in 1,2,4; else the run's own."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure on this device what every op of a run costs."""
@@ -113,12 +117,13 @@ def profile(
 
     with _work() as progress:
         spec, _ = load_run(run)
+        sizes = positive_numbers("--micro-batch-sizes", micro_batch_sizes)
         require_writable_file(output, "profile")
         require_runtime()
         from eeplan.runtime.profiler import measure
 
         with progress.step("measure ops", announce=True):
-            measured = measure(spec, progress=progress.update)
+            measured = measure(spec, micro_batch_sizes=sizes, progress=progress.update)
         write_yaml(output, measured, "Written by `eeplan profile`.")
     _print(
         as_json, {"profile": str(output)} | measured.model_dump(mode="json"), lambda: profile_tables(measured)

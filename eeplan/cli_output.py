@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from eeplan.console import Progress, open_progress
+from eeplan.errors import SpecError
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, alone on stdout.")]
 RunFile = Annotated[Path, typer.Argument(metavar="RUN", help="Run file (run.yaml).")]
@@ -33,6 +34,18 @@ def print_result(as_json: bool, result: Any, tables: Callable[[], Sequence[Any]]
     from eeplan.views import show
 
     show(tables(), sys.stdout)
+
+
+def positive_numbers(option: str, text: str | None) -> tuple[int, ...]:
+    """Values of an option such as ``1,2,4``; empty when it was not given.
+
+    Raises:
+        SpecError: not positive whole numbers.
+    """
+    words = [] if text is None else text.split(",")
+    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
+        raise SpecError(f"{option} {text}: expected positive numbers as in 1,2,4")
+    return tuple(map(int, words))
 
 
 def print_json(result: Any) -> None:

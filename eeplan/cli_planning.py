@@ -80,6 +80,13 @@ def import_ops(
     ] = 80_000_000_000,
     link_bandwidth: LinkBandwidth = 25e9,
     link_latency: LinkLatency = 20e-6,
+    node_link_bandwidth: Annotated[
+        float | None,
+        typer.Option("--node-link-bandwidth", min=1.0, metavar="BYTES/S", help="Between nodes."),
+    ] = None,
+    node_link_latency: Annotated[
+        float, typer.Option("--node-link-latency", min=0.0, metavar="SECONDS", help="Of a message on it.")
+    ] = 20e-6,
     base_bytes: Annotated[
         int | None,
         typer.Option("--base-bytes", min=0, help="Device memory outside the framework's allocator."),
@@ -100,7 +107,10 @@ def import_ops(
         spec, _ = load_run(run)
         read = read_op_table(table, name)
         link = Transfer(latency_s=link_latency, bandwidth_bytes_per_s=link_bandwidth)
-        cluster = Cluster(device_name or read.name, device_memory, link, link, base_bytes)
+        between = None
+        if node_link_bandwidth is not None:
+            between = Transfer(latency_s=node_link_latency, bandwidth_bytes_per_s=node_link_bandwidth)
+        cluster = Cluster(device_name or read.name, device_memory, link, link, base_bytes, between)
         made = profile_from_table(read, spec, cluster, date)
         require_writable_file(output, "profile")
         write_yaml(output, made, "Imported by `eeplan import-ops`; source and licence under software.source.")

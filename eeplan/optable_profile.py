@@ -59,6 +59,8 @@ class Cluster:
     all_reduce: Transfer
     process_base_bytes: int | None = None
     """None takes :data:`TORCH_EXTERNAL_BYTES`."""
+    between_nodes: Transfer | None = None
+    """Line of messages and reductions between nodes; None where nodes are not told apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,8 @@ def profile_from_table(
         ops=tuple(ops),
         p2p=cluster.p2p,
         all_reduce=cluster.all_reduce,
+        p2p_between_nodes=cluster.between_nodes,
+        all_reduce_between_nodes=cluster.between_nodes,
         optimizer=_optimizer(table, run),
         process_base_bytes=TORCH_EXTERNAL_BYTES[tp > 1] if base is None else base,
     )

@@ -96,6 +96,13 @@ def test_an_imported_table_plans_a_cluster(world: Path, capsys: pytest.CaptureFi
     assert "exit_norm" in planned["extrapolated_ops"]
     assert main(arguments) == 0
     assert "exit_norm (extrapolated)" in capsys.readouterr().out
+    assert profile.p2p_between_nodes is None
+    between = ("--node-link-bandwidth", "1e8", "--node-link-latency", "1e-3")
+    as_json(capsys, *arguments, *between)
+    profile, _ = load_profile(Path("new/profile.yaml"))
+    for line in (profile.p2p_between_nodes, profile.all_reduce_between_nodes):
+        assert line is not None
+        assert (line.latency_s, line.bandwidth_bytes_per_s) == (1e-3, 1e8)
 
 
 def test_flags_there_and_back(world: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,9 +21,10 @@ ROUNDS = 15
 
 
 def message_bytes(run: RunSpec) -> int:
-    """Size of the hidden states that one microbatch sends to the next stage."""
-    element = run.training.element_bytes
-    return run.training.micro_batch_size * run.training.seq_length * run.model.hidden_size * element
+    """Size of the hidden states that a rank sends to the next stage for one microbatch."""
+    training, parallel = run.training, run.parallel
+    whole = training.micro_batch_size * training.seq_length * run.model.hidden_size * training.element_bytes
+    return whole // parallel.tensor_model_parallel_size if parallel.sequence_parallel else whole
 
 
 def measure_p2p(run: RunSpec, backend: Backend) -> Transfer:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from eeplan.profile import OpCost, OpName, Timing
 from eeplan.runtime.clock import Clock, Mark
+from eeplan.runtime.dropout import DropoutPlace
 from eeplan.runtime.memory import trace_allocations
 from eeplan.runtime.model import EarlyExitGPT, ExitSpec, StageSpec, loss_of
 from eeplan.runtime.stage import Batch
@@ -112,9 +113,9 @@ def miniature_stage(layers: int) -> StageSpec:
     return StageSpec(first_layer=1, last_layer=layers, exits=exits, is_first=True, is_last=True)
 
 
-def random_batch(run: RunSpec, device: torch.device) -> Batch:
-    """A microbatch of random tokens in the run's shape."""
-    shape = (run.training.micro_batch_size, run.training.seq_length)
+def random_batch(run: RunSpec, device: torch.device, micro_batch_size: int | None = None) -> Batch:
+    """A microbatch of random tokens in the run's shape, or of another size."""
+    shape = (micro_batch_size or run.training.micro_batch_size, run.training.seq_length)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, run.model.vocab_size, shape, generator=generator).to(device)
     positions = torch.arange(shape[1], device=device).expand(shape).contiguous()
@@ -127,7 +128,8 @@ def measure_ops(
     """Time all ops for about ``seconds`` (at least ``min_rounds`` rounds), then count their bytes.
 
     Args:
-        model: built from :func:`miniature_stage`, with gradient buffers attached.
+        model: built from :func:`miniature_stage`, with gradient buffers attached. Layers run as in its
+            training: recomputed, on their part of the sequence, with dropout.
         batch: one microbatch; the costs returned are for its size.
 
     Returns:
@@ -143,6 +145,8 @@ def measure_ops(
             op=name,
             micro_batch_size=batch.tokens.shape[0],
             tensor_model_parallel_size=model.config.tensor_model_parallel_size,
+            sequence_parallel=model.config.sequence_parallel,
+            recompute_granularity=model.run.training.recompute_granularity if name == "layer" else None,
             forward=timing(undisturbed(forward[name])),
             backward=timing(undisturbed(backward[name])),
             kept_bytes=sizes[name].kept,
@@ -177,23 +181,25 @@ def timing(durations_ns: list[int]) -> Timing:
 
 
 def _chain(model: EarlyExitGPT, batch: Batch) -> list[_Op]:
-    rotary = model.rotary(batch.tokens.shape[1])
+    rotary, training = model.rotary(batch.tokens.shape[1]), model.run.training
+    drops = training.hidden_dropout or training.attention_dropout
+    place = DropoutPlace(training.seed, iteration=0, data_rank=0, microbatch=0) if drops else None
 
     def loss(logits: Tensor) -> Tensor:
         return loss_of(logits, batch.labels, batch.loss_mask)
 
     def layer(index: int, hidden: Tensor) -> Tensor:
-        return model.run_layers(hidden, rotary, index, index + 1)
+        return model.run_layers(hidden, rotary, index, index + 1, place)
 
     def exit_head(depth: int, hidden: Tensor) -> Tensor:
-        return loss(model.exit_logits(depth, hidden, rotary))
+        return loss(model.exit_logits(depth, hidden, rotary, place))
 
     names: dict[str, OpName] = {
         "minimal": "exit_minimal", "norm": "exit_norm", "mlp": "exit_mlp", "block": "exit_block"
     }  # fmt: skip
     stage = model.stage_spec
     return [
-        _Op("embedding", lambda tokens: model.embed(tokens, batch.position_ids), is_head=False),
+        _Op("embedding", lambda tokens: model.embed(tokens, batch.position_ids, place), is_head=False),
         *(_Op("layer", partial(layer, index), is_head=False) for index in range(stage.num_layers)),
         *(_Op(names[e.head], partial(exit_head, e.depth), is_head=True) for e in stage.exits),
         _Op("final_head", lambda hidden: loss(model.final_logits(hidden)), is_head=True),

@@ -42,6 +42,19 @@ def require_wandb(plan: Plan) -> None:
         )
 
 
+def require_asynchronous(plan: Plan) -> None:
+    """Refuse a plan that was judged with messages that the executor does not send.
+
+    Raises:
+        PlanError.
+    """
+    if plan.run.parallel.p2p_communication != "asynchronous":
+        raise PlanError(
+            f"parallel.p2p_communication is {plan.run.parallel.p2p_communication}, which eeplan predicts but "
+            "does not run: its stages send asynchronously; set it to asynchronous and plan again"
+        )
+
+
 def check_training(plan_path: Path, out: Path, nproc: int | None = None) -> Plan:
     """Everything about a training job that can be wrong before it starts.
 
@@ -57,6 +70,7 @@ def check_training(plan_path: Path, out: Path, nproc: int | None = None) -> Plan
         FileError, SchemaError, PlanError, DataError, LaunchError.
     """
     plan = load_plan(plan_path)
+    require_asynchronous(plan)
     if nproc is not None and nproc != plan.run.parallel.world_size:
         raise LaunchError(f"--nproc is {nproc}; {_processes(plan)}; leave --nproc out")
     check_data(plan.run)
@@ -70,8 +84,9 @@ def check_ranks(plan: Plan, environment: Mapping[str, str]) -> None:
     """Whether this process is one of as many as the plan needs, by what torchrun says.
 
     Raises:
-        LaunchError: it is not.
+        LaunchError: it is not. PlanError: no process can run the plan.
     """
+    require_asynchronous(plan)
     started = environment.get("WORLD_SIZE")
     if started is None:
         raise LaunchError(

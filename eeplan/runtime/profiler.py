@@ -10,16 +10,17 @@ import argparse
 import re
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import fmean
 
 from eeplan.errors import EeplanError
-from eeplan.profile import OpProfile, Transfer, load_profile
+from eeplan.profile import OpCost, OpProfile, Transfer, load_profile
 from eeplan.runtime.launch import available_cores, default_threads, die_with_parent, launch
 from eeplan.schema import Model, load_yaml, write_yaml
-from eeplan.spec import RunSpec
+from eeplan.spec import RunSpec, replace_keys
 
 MAX_LAYERS = 4
 """Layers of the miniature stage; enough that no layer's weights stay in cache until its next turn."""
@@ -29,18 +30,24 @@ _STEP_LINE = re.compile(r"measuring (\d+): (.+)")
 
 
 def measure(
-    run: RunSpec, *, seconds: float = 8.0, progress: Callable[[int, int, str], None] | None = None
+    run: RunSpec,
+    *,
+    micro_batch_sizes: Sequence[int] = (),
+    seconds: float = 8.0,
+    progress: Callable[[int, int, str], None] | None = None,
 ) -> OpProfile:
     """Measure every op that a plan of ``run`` may need, on this machine.
 
     Args:
-        seconds: time spent on timing ops, after warm-up.
+        micro_batch_sizes: to measure ops at; empty takes the run's alone.
+        seconds: time spent on timing ops of each size, after warm-up.
         progress: called with (steps done, steps in all, name of the next step).
 
     Raises:
         LaunchError: a rank died.
     """
     shares = run.parallel.tensor_model_parallel_size
+    sizes = sorted(set(micro_batch_sizes)) or [run.training.micro_batch_size]
     processes = max(1, min(run.parallel.world_size, available_cores()) // shares) * shares
 
     def on_line(line: str) -> None:
@@ -57,7 +64,7 @@ def measure(
         def start(part: str, nproc: int) -> None:
             launch(
                 "eeplan.runtime.profiler",
-                [part, str(folder), "--seconds", str(seconds)],
+                [part, str(folder), "--seconds", str(seconds), "--micro-batch-sizes", *map(str, sizes)],
                 nproc=nproc,
                 threads_per_process=default_threads(processes),
                 on_line=on_line,
@@ -83,13 +90,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("part", choices=("links", "ops"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--micro-batch-sizes", type=int, nargs="+", required=True)
     arguments = parser.parse_args(argv)
     try:
         run, _ = load_yaml(arguments.folder / _RUN, RunSpec, "run file")
         if arguments.part == "links":
             _measure_links(run, arguments.folder)
         else:
-            _measure_ops(run, arguments.folder, arguments.seconds)
+            _measure_ops(run, arguments.folder, arguments.seconds, arguments.micro_batch_sizes)
     except EeplanError as error:
         print(f"eeplan: error: {error}", file=sys.stderr, flush=True)
         return 2
@@ -123,8 +131,12 @@ def _measure_links(run: RunSpec, folder: Path) -> None:
     backends.stop()
 
 
-def _measure_ops(run: RunSpec, folder: Path, seconds: float) -> None:
+def _measure_ops(run: RunSpec, folder: Path, seconds: float, sizes: Sequence[int]) -> None:
     """Ops, optimizer and decode steps on all ranks at once; rank 0 writes the profile."""
+    # What ranks divide between them is derived from what one of them has to do alone.
+    run = replace_keys(
+        run, {"parallel.use_distributed_optimizer": False, "parallel.overlap_grad_reduce": False}
+    )
     import torch
     import torch.distributed as dist
 
@@ -147,11 +159,18 @@ def _measure_ops(run: RunSpec, folder: Path, seconds: float) -> None:
     clock = Clock(backend.device)
     layers = min(MAX_LAYERS, max(1, run.model.num_layers // run.parallel.pipeline_model_parallel_size))
     training = Training(run, build_model(run, miniature_stage(layers), backend), backend)
-    batch = random_batch(run, backend.device)
     dist.barrier()
     _announce(backend.rank, 2)
-    ops, disturbed = measure_ops(training.model, batch, clock, backend.device, seconds=seconds, min_rounds=5)
-    dist.barrier()
+    ops: list[OpCost] = []
+    disturbed: list[float] = []
+    for size in sizes:
+        batch = random_batch(run, backend.device, size)
+        costs, share = measure_ops(
+            training.model, batch, clock, backend.device, seconds=seconds, min_rounds=5
+        )
+        ops += costs
+        disturbed.append(share)
+        dist.barrier()
     _announce(backend.rank, 3)
     half = replace(miniature_stage(max(1, layers // 2)), exits=())
     small = Training(run, build_model(run, half, backend), backend)
@@ -174,7 +193,7 @@ def _measure_ops(run: RunSpec, folder: Path, seconds: float) -> None:
             all_reduce=links.all_reduce,
             optimizer=optimizer,
             microbatch_overhead_s=links.microbatch_overhead_s,
-            disturbed_share=disturbed,
+            disturbed_share=fmean(disturbed),
             process_base_bytes=base_bytes,
             decode=decode,
         )

@@ -22,6 +22,7 @@ from typing import Any
 from eeplan.errors import ScheduleError, SpecError
 from eeplan.plan import Plan
 from eeplan.runtime.launch import launch
+from eeplan.runtime.preflight import require_asynchronous
 from eeplan.sim.costs import pipeline_costs_of
 from eeplan.sim.engine import simulate
 from eeplan.sim.fill import schedule_of
@@ -88,11 +89,12 @@ def rehearse(
         log: file for what the processes write.
 
     Raises:
-        SpecError: impossible time scale. ScheduleError: the schedule is wrong, or an op ran out of order.
-        LaunchError: a process died.
+        SpecError: impossible time scale. PlanError: messages that the executor does not send.
+        ScheduleError: the schedule is wrong, or an op ran out of order. LaunchError: a process died.
     """
     if not (isfinite(time_scale) and time_scale > 0):
         raise SpecError(f"time scale is {time_scale}; expected a positive number")
+    require_asynchronous(plan)
     schedule, costs = schedule_of(plan), pipeline_costs_of(plan)
     validate(schedule)
     predicted = simulate(schedule, costs)

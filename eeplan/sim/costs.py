@@ -64,6 +64,7 @@ class PipelineCosts:
     """Start of a backward that awaits no gradient: deferred exit forwards, where the runtime lets them run
     while the gradient is on its way. Asynchronous messages only; empty: none."""
     transport: Transport = "asynchronous"
+    """How all messages travel; the engine and the recurrences follow it."""
 
     @property
     def num_stages(self) -> int:
@@ -145,7 +146,9 @@ def cost_model(run: RunSpec, profile: OpProfile, layout: Layout, kinds: Iterable
     numbers: dict[str, OpNumbers] = {name: _numbers(cost) for name, cost in costs.items()}
     extrapolated: tuple[str, ...] = tuple(name for name, cost in costs.items() if cost.extrapolated)
     if run.exits.distillation is not None and names[3:]:
-        exits = {name: distilled(numbers[name], numbers["final_head"]) for name in names[3:]}
+        exits: dict[str, OpNumbers] = {
+            name: distilled(numbers[name], numbers["final_head"]) for name in names[3:]
+        }
         numbers, extrapolated = {**numbers, **exits}, (*extrapolated, "distillation")
     return CostModel(
         run=run,

@@ -41,7 +41,11 @@ from eeplan.spec import RunSpec
 from eeplan.validate.errors import relative_error, summarize
 
 NODE_LINK = Transfer(latency_s=20e-6, bandwidth_bytes_per_s=25e9)
-"""One 200 Gb/s network port per GPU, as on the cluster of the published runs; latency typical of NCCL."""
+"""One 200 Gb/s network port per GPU, as on the cluster of the published runs; latency typical of NCCL.
+
+The four tensor-parallel ranks of a published run fill a node, so every message and reduction of gradients
+crosses nodes: a line inside a node would carry none of them.
+"""
 
 KERNEL_LOADING_BYTES = 4_760_000_000
 """Device memory that the runs' software held outside its allocator on this platform, by the published planner

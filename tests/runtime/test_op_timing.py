@@ -4,6 +4,8 @@ import pytest
 import torch
 from builders import make_run
 
+from eeplan.profile import ModelShape
+from eeplan.profile_variants import _with_recompute, hidden_bytes
 from eeplan.runtime import op_timing
 from eeplan.runtime.backend import Backend, single_process
 from eeplan.runtime.clock import Clock
@@ -18,7 +20,9 @@ def backend() -> Backend:
         yield backend
 
 
-def test_every_op_of_a_stage_is_measured(backend: Backend) -> None:
+def test_every_op_of_a_stage_is_measured(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    # However busy the machine is, every sample counts.
+    monkeypatch.setattr(op_timing, "DISTURBED", 2.0)
     run = make_run(model__hidden_size=32, training__seq_length=16)
     training = Training(run, build_model(run, miniature_stage(2), backend), backend)
     costs, disturbed = measure_ops(
@@ -43,6 +47,35 @@ def test_every_op_of_a_stage_is_measured(backend: Backend) -> None:
     assert by_name["exit_minimal"].kept_bytes >= logits_bytes
     assert by_name["exit_block"].kept_bytes > by_name["exit_mlp"].kept_bytes > by_name["exit_norm"].kept_bytes
     assert 0.0 <= disturbed <= 1.0
+
+
+@pytest.mark.parametrize("granularity", ["full", "selective"])
+def test_recomputed_layers_are_measured_as_they_train(backend: Backend, granularity: str) -> None:
+    """Their bytes are the derived ones: so little that what the profiler adds, or leaves out, would show."""
+    costs = {}
+    for recompute in (None, granularity):
+        run = make_run(
+            model__hidden_size=32, training__seq_length=64, training__recompute_granularity=recompute
+        )
+        training = Training(run, build_model(run, miniature_stage(2), backend), backend)
+        batch = random_batch(run, backend.device, micro_batch_size=3)
+        measured, _ = measure_ops(
+            training.model, batch, Clock(backend.device), backend.device, seconds=0.0, min_rounds=3
+        )
+        costs[recompute] = {cost.op: cost for cost in measured}
+    plain, again = costs[None]["layer"], costs[granularity]["layer"]
+    assert (plain.recompute_granularity, again.recompute_granularity) == (None, granularity)
+    assert costs[granularity]["exit_block"].recompute_granularity is None
+    assert again.micro_batch_size == 3
+    shape = ModelShape.of(run)
+    derived = _with_recompute(plain, granularity, shape)  # type: ignore[arg-type]
+    hidden = hidden_bytes(plain, shape)
+    if granularity == "full":
+        assert again.kept_bytes == derived.kept_bytes == hidden
+        assert 0.5 < again.backward_transient_bytes / derived.backward_transient_bytes <= 1.05
+    else:
+        # megatron-core's checkpoint keeps random states, which are more than what is saved at this size.
+        assert abs(again.kept_bytes - derived.kept_bytes) <= hidden
 
 
 def test_bytes_kept_are_those_that_the_backward_frees(backend: Backend) -> None:
