@@ -208,15 +208,20 @@ def sweep(
     figures: Annotated[
         Path | None, typer.Option("--figures", metavar="DIR", help="Folder for a figure per axis.")
     ] = None,
+    usage: Annotated[
+        Path | None,
+        typer.Option("--usage", help="How often tokens leave early (usage.yaml); else each run's prior."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Predict time and memory of every combination of settings."""
+    """Predict time, memory and decoding of every combination of settings."""
     from eeplan.files import require_writable_file, require_writable_folder
     from eeplan.profile import load_profile
     from eeplan.spec import load_run
     from eeplan.sweep import require_table_name, summary, write_table
     from eeplan.sweep import sweep as run_sweep
     from eeplan.sweep_axes import parse_axes
+    from eeplan.usage import load_usage
     from eeplan.views_planning import sweep_caption, sweep_tables
 
     with work() as progress:
@@ -227,8 +232,9 @@ def sweep(
         require_writable_file(output, "table")
         if figures:
             require_writable_folder(figures, "folder of figures")
+        used = load_usage(usage)[0].content if usage else None
         with progress.step("predict"):
-            table = run_sweep(spec, costs, axes, progress.update)
+            table = run_sweep(spec, costs, axes, progress.update, used)
         write_table(table, output)
         result = {"table": str(output)} | summary(table, axes)
         if figures:

@@ -49,7 +49,7 @@ SURFACE = {
     },
     "flags emit": {"plan", "--for", "--output", "-o", "--json"},
     "flags read": {"script", "--output", "-o", "--define", "--vocab-size", "--json"},
-    "sweep": {"run", "--profile", "--output", "-o", "--set", "--figures", "--json"},
+    "sweep": {"run", "--profile", "--output", "-o", "--set", "--figures", "--usage", "--json"},
 }
 
 
@@ -98,7 +98,13 @@ def test_plan_for_people_and_for_programs(world: Path, capsys: pytest.CaptureFix
     assert main(command) == 0
     first = capsys.readouterr()
     assert first.err == ""
-    for part in ("plan 'small': 8 layers on 2 stages", "exit_", "prediction", "exits.placement: ", "why: "):
+    for part in (
+        "plan 'small': 8 layers on 2 stages",
+        "exit_",
+        "critical path",
+        "exits.placement: ",
+        "why: ",
+    ):
         assert part in first.out
     assert "\x1b" not in first.out, "no colours into a pipe"
     assert main(command) == 0
@@ -117,8 +123,12 @@ def test_simulate_agrees_with_the_plan_and_writes_a_trace(
     result = json.loads(capsys.readouterr().out)
     assert result["pipeline_s"] == pytest.approx(result["predicted_pipeline_s"], rel=1e-6)
     assert result["ascii"].startswith("stage 0")
-    assert [set(stage) for stage in result["stages"]] == [{"busy_s", "peak_bytes"}] * 2
-    assert json.loads(Path("t/trace.json").read_text())
+    for stage in result["stages"]:
+        assert {"busy_s", "idle", "time_headroom", "critical", "peak_bytes", "spare_bytes"} == set(stage)
+        assert stage["busy_s"] + sum(stage["idle"].values()) == pytest.approx(result["pipeline_s"])
+    events = json.loads(Path("t/trace.json").read_text())["traceEvents"]
+    assert {event["ph"] for event in events} == {"M", "X", "s", "f", "C"}
+    assert any(event.get("cat") == "critical path" for event in events)
     assert main(["simulate", "plan.yaml", "--ascii"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("stage 0")

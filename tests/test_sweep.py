@@ -22,6 +22,7 @@ from eeplan.profile_scaling import adapted, with_vocabulary
 from eeplan.spec import RunSpec
 from eeplan.sweep import summary, sweep, write_table
 from eeplan.sweep_axes import Axis, parse_axes
+from eeplan.usage import MeasuredUsage, UsagePoint
 
 
 def rows(run: RunSpec, *settings_: str, profile: OpProfile | None = None) -> list[dict[str, Any]]:
@@ -367,6 +368,24 @@ def test_decoding_is_predicted_for_every_threshold_and_prior() -> None:
     assert [row["decode_speed_up"] < 1 for row in nobody] == [False, True, True]
     assert all(row["usage_is_assumption"] for row in nobody[1:])
     assert rows(run, "exits.count=1")[0]["decode_full_s"] is None
+
+
+def test_a_measured_usage_takes_the_place_of_priors() -> None:
+    run = make_run(exits={"count": 1})
+    profile = with_decode_costs(make_profile(run))
+    axes = parse_axes(("exits.count=1",), run)
+    (supposed,) = sweep(run, profile, axes).to_dict("records")
+    measured = MeasuredUsage(
+        source="a test",
+        num_layers=8,
+        depths=(int(supposed["exit_depths"]),),
+        num_tokens=10,
+        curve=(UsagePoint(threshold=0.8, could_leave=(1.0,), first_leave=(1.0,)),),
+    )
+    (found,) = sweep(run, profile, axes, usage=measured).to_dict("records")
+    assert supposed["usage_is_assumption"]
+    assert not found["usage_is_assumption"]
+    assert found["decode_mean_depth"] == int(supposed["exit_depths"]) < supposed["decode_mean_depth"]
 
 
 def test_a_larger_vocabulary_makes_exit_checks_dearer() -> None:

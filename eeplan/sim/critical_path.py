@@ -151,7 +151,9 @@ def deciding_stages(ends_ns: Sequence[int], iteration_ns: Callable[[Sequence[int
     """
     now = iteration_ns(ends_ns)
     later = ([end + (other == stage) for other, end in enumerate(ends_ns)] for stage in range(len(ends_ns)))
-    return tuple(stage for stage, changed in enumerate(later) if iteration_ns(changed) > now)
+    found = tuple(stage for stage, changed in enumerate(later) if iteration_ns(changed) > now)
+    # Nothing but a synchronisation that hides the pipeline could make it hang on none of them.
+    return found or (max(range(len(ends_ns)), key=lambda stage: ends_ns[stage]),)
 
 
 def _asynchronous(
