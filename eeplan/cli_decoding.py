@@ -21,16 +21,18 @@ def generate(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Checkpoint folder of a run.")],
     prompt: Annotated[str, typer.Option("--prompt", help="Text to continue.")],
     threshold: Annotated[
-        list[float],
+        list[str] | None,
         typer.Option(
             "--threshold",
-            help="Leave at the first exit this confident; 1.0 never. Once for all exits, or once for each.",
+            help="Leave at the first exit this confident; 1.0 never. Once for all exits, or once for each; "
+            "or 'calibrated', the default where the checkpoint has a certificate.",
         ),
-    ],
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 64,
     mode: Annotated[
-        str, typer.Option("--mode", help="full, kv_recompute, catch_up or self_speculative.")
-    ] = "catch_up",
+        str | None,
+        typer.Option("--mode", help="full, kv_recompute, catch_up, self_speculative; or pipeline."),
+    ] = None,
     recompute_limit: Annotated[
         int,
         typer.Option("--recompute-limit", help="Most tokens that wait for deep layers, or are drafts."),
@@ -39,8 +41,9 @@ def generate(
         str | None, typer.Option("--exits", metavar="DEPTHS", help="Exits to use, as 2,4; else all.")
     ] = None,
     confidence: Annotated[
-        str, typer.Option("--confidence", help="max_probability, margin or entropy.")
-    ] = "max_probability",
+        str | None,
+        typer.Option("--confidence", help="max_probability (default), margin or entropy."),
+    ] = None,
     first_early_token: Annotated[
         int, typer.Option("--first-early-token", help="So many tokens go through all layers first.")
     ] = 0,
@@ -55,6 +58,15 @@ def generate(
         float, typer.Option("--repetition-penalty", help="Above 1 discourages tokens that are there already.")
     ] = 1.0,
     seed: Annotated[int, typer.Option("--seed", help="Of the drawing.")] = 1,
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", help="Text that ends the continuation; may be repeated.")
+    ] = None,
+    compare_full: Annotated[
+        bool, typer.Option("--compare-full", help="Also run the full model, and say how much slower it is.")
+    ] = False,
+    pipeline_size: Annotated[
+        int, typer.Option("--pipeline-size", min=1, help="Stages, each in a process of its own.")
+    ] = 1,
     as_json: Json = False,
 ) -> None:
     """Continue a prompt and show the exit of every token."""
@@ -63,17 +75,23 @@ def generate(
 
     # Made before the body, in which stdout is nobody's.
     view = None if as_json else GenerationView(prompt, sys.stdout)
-    with work():
+    with work() as progress:
         require_runtime()
-        from eeplan.runtime.decode.generate import generate_text
-        from eeplan.runtime.decode.options import generate_options, parse_exits
+        from eeplan.runtime.serve.continuing import generate as run
 
-        options = generate_options(
-            threshold=threshold,
-            max_new_tokens=max_new_tokens,
-            mode=mode,
+        result = run(
+            checkpoint,
+            prompt,
+            threshold=threshold or (),
+            exits=exits,
             confidence=confidence,
-            exits=parse_exits(exits),
+            mode=mode,
+            stop=tuple(stop or ()),
+            compare_full=compare_full,
+            pipeline_size=pipeline_size,
+            on_token=view.token if view else None,
+            say=progress.line,
+            max_new_tokens=max_new_tokens,
             first_early_token=first_early_token,
             temperature=temperature,
             top_k=top_k,
@@ -82,7 +100,6 @@ def generate(
             seed=seed,
             recompute_limit=recompute_limit,
         )
-        result = generate_text(checkpoint, prompt, options, on_token=view.token if view else None)
     if view is None:
         print_json(result)
     else:

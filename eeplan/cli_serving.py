@@ -85,7 +85,13 @@ def serve(
             "if there is a certificate, else 1.",
         ),
     ] = None,
-    mode: Annotated[str, typer.Option("--mode", help="Default decoding mode of requests.")] = "catch_up",
+    mode: Annotated[
+        str | None,
+        typer.Option("--mode", help="Of requests that name none; catch_up or pipeline if absent."),
+    ] = None,
+    pipeline_size: Annotated[
+        int, typer.Option("--pipeline-size", min=1, help="Stages, each in a process of its own.")
+    ] = 1,
     name: Annotated[
         str | None, typer.Option("--model-name", help="As clients call it; the run's name by default.")
     ] = None,
@@ -158,3 +164,52 @@ def require_serving() -> None:
     ]
     if missing:
         raise DecodeError(f"serving needs {', '.join(missing)}; install with: pip install 'eeplan[serve]'")
+
+
+@app.command()
+def chat(
+    checkpoint: Checkpoint,
+    threshold: Annotated[
+        list[str] | None,
+        typer.Option("--threshold", help="'calibrated', one number, or one for each exit; as for serve."),
+    ] = None,
+    mode: Annotated[str | None, typer.Option("--mode", help="Decoding mode; see generate.")] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Of an answer.")] = 256,
+    temperature: Annotated[float, typer.Option("--temperature", help="0 takes the likeliest token.")] = 0.7,
+    top_p: Annotated[float, typer.Option("--top-p", help="See generate.")] = 0.0,
+    seed: Annotated[int, typer.Option("--seed", help="Of the drawing.")] = 1,
+    pipeline_size: Annotated[
+        int, typer.Option("--pipeline-size", min=1, help="Stages, each in a process of its own.")
+    ] = 1,
+) -> None:
+    """Talk with a model, every token in the colour of its exit."""
+    import sys
+
+    from eeplan.runtime.preflight import require_runtime
+
+    out = sys.stdout
+    with work():
+        require_runtime()
+        from eeplan.runtime.decode.options import GenerateOptions, generate_options
+        from eeplan.runtime.serve.chatting import Conversation, typed_lines
+        from eeplan.runtime.serve.opening import opened
+
+        with opened(
+            checkpoint, threshold=threshold or (), mode=mode, max_running=1, pipeline_size=pipeline_size
+        ) as (served, engine):
+            certificate = served.certificate
+
+            def options(thresholds: tuple[float, ...]) -> GenerateOptions:
+                return generate_options(
+                    threshold=thresholds,
+                    confidence=certificate.confidence_kind if certificate else "max_probability",
+                    max_new_tokens=max_new_tokens,
+                    mode=served.default_mode,
+                    temperature=temperature,
+                    top_p=top_p,
+                    seed=seed,
+                )
+
+            options(served.thresholds)
+            talk = Conversation(served, engine, options, out, served.thresholds)
+            talk.run(typed_lines("> " if sys.stdin.isatty() else ""))

@@ -46,8 +46,16 @@ class GenerationView:
         used = [(name, count) for name, count in result["exits"].items() if count]
         for index, (name, count) in enumerate(used):
             self._write((", " if index else "") + f"{name} {count}", self._style(name))
+        self.summary(result)
+
+    def summary(self, result: Mapping[str, Any]) -> None:
+        """One line on mode and speed."""
         drafts = result["drafts"]
         said = f"; {drafts['accepted']} of {drafts['drafted']} drafts accepted" if drafts else ""
+        if "full" in result:
+            full = result["full"]
+            said += f"; {full['speed_up']:.2f} times as fast as the full model"
+            said += f", {full['agreement']:.0%} of the tokens the same"
         summary = f"{result['tokens_per_s']:.1f} tokens/s, mean depth {result['mean_depth']:.2f}{said}"
         self._write(f"\nmode {result['mode']}: {summary}\n", "")
 

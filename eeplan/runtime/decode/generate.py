@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +19,35 @@ from eeplan.runtime.decode.emission import Emission
 from eeplan.runtime.decode.modes import Decoder, make_decoder
 from eeplan.runtime.decode.options import GenerateOptions
 from eeplan.runtime.decode.speculative import SpeculativeDecoder
+from eeplan.runtime.decode.stop_text import Piece, StopText
 from eeplan.runtime.model import EarlyExitGPT
 from eeplan.runtime.stage import FINAL, exit_name
-from eeplan.runtime.tokenizer import TextStream, Tokenizer, load_tokenizer
+from eeplan.runtime.tokenizer import Tokenizer, load_tokenizer
 
+WARM_UP_TOKENS = 4
 TokenCallback = Callable[[dict[str, Any]], None]
 """Called with each token of the result as soon as it is there; see :func:`continue_prompt`."""
 
 
 def generate_text(
-    checkpoint: Path, prompt: str, options: GenerateOptions, on_token: TokenCallback | None = None
+    checkpoint: Path,
+    prompt: str,
+    options: GenerateOptions,
+    on_token: TokenCallback | None = None,
+    *,
+    stop: Sequence[str] = (),
+    compare_full: bool = False,
 ) -> dict[str, Any]:
     """Load a checkpoint on this process and continue ``prompt``.
 
     Args:
         checkpoint: a checkpoint folder, or a run's folder, whose latest one is taken.
+        stop: see :func:`continue_prompt`.
+        compare_full: also continue with the full model, for its speed and its tokens.
 
     Returns:
-        As :func:`continue_prompt`.
+        As :func:`continue_prompt`; with ``compare_full`` also ``full``: its ``text`` and ``tokens_per_s``,
+        ``speed_up`` over it, and ``agreement``, the share of its tokens that are the same at the same place.
 
     Raises:
         DecodeError: the prompt is empty or longer than the model's sequences; the model lacks an exit.
@@ -46,7 +58,27 @@ def generate_text(
     with this_process() as here:
         model, _ = load_model(checkpoint, here)
         tokenizer = load_tokenizer(load_tokenizer_path(checkpoint))
-        return continue_prompt(model, tokenizer, prompt, options, on_token)
+        if not compare_full:
+            return continue_prompt(model, tokenizer, prompt, options, on_token, stop)
+        full = replace(options, mode="full")
+        for each in (options, full):
+            # The first forwards of a process are slower than all that follow.
+            continue_prompt(model, tokenizer, prompt, replace(each, max_new_tokens=WARM_UP_TOKENS))
+        result = continue_prompt(model, tokenizer, prompt, options, on_token, stop)
+        return result | {
+            "full": _compared(result, continue_prompt(model, tokenizer, prompt, full, None, stop))
+        }
+
+
+def _compared(result: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
+    mine, theirs = ([token["id"] for token in one["tokens"]] for one in (result, full))
+    same = sum(a == b for a, b in zip(mine, theirs, strict=False))
+    return {
+        "text": full["text"],
+        "tokens_per_s": full["tokens_per_s"],
+        "speed_up": result["tokens_per_s"] / full["tokens_per_s"],
+        "agreement": same / max(len(mine), len(theirs), 1),
+    }
 
 
 def continue_prompt(
@@ -55,21 +87,22 @@ def continue_prompt(
     prompt: str,
     options: GenerateOptions,
     on_token: TokenCallback | None = None,
+    stop: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Continue ``prompt`` with a model that is already loaded, whole, on this process.
 
-    Ends after ``max_new_tokens``, at the end-of-text token (listed, with empty text), or when the sequence is
-    as long as the model was trained for.
+    Ends after ``max_new_tokens``, at the end-of-text token (listed, with empty text), when the sequence is
+    as long as the model was trained for, or at a text of ``stop``, which is not part of the continuation.
 
     Returns:
         Plain data. ``mode``; ``prompt`` and ``prompt_tokens``; ``text``, the continuation; ``tokens``, each
         {"text", "id", "exit", "confidence", "logprob", "was_draft"} (see ``Emission``), whose texts join to
-        ``text``; ``stopped``: "max_new_tokens", "end_of_text" or "seq_length"; ``exits``, tokens by exit,
-        shallowest first; ``mean_depth``, layers that the emitting exits read; ``layers_per_token``, decoder
-        layers really run per new token after the first, recomputed, forced and refused ones included (None
-        for one token); ``seconds``, prompt included; ``tokens_per_s``, new tokens over those seconds;
-        ``threshold`` and ``recompute_limit`` as given; ``drafts``, {"drafted", "accepted"} of
-        ``self_speculative``, else None.
+        ``text``; ``stopped``: "max_new_tokens", "end_of_text", "seq_length" or "stop_string"; ``exits``,
+        tokens by exit, shallowest first; ``mean_depth``, layers that the emitting exits read;
+        ``layers_per_token``, decoder layers really run per new token after the first, recomputed, forced and
+        refused ones included (None for one token); ``seconds``, prompt included; ``tokens_per_s``, new tokens
+        over those seconds; ``threshold`` and ``recompute_limit`` as given; ``drafts``, {"drafted",
+        "accepted"} of ``self_speculative``, else None.
 
     Raises:
         DecodeError: the prompt is empty or too long; the model lacks an exit. CheckpointError: tokenizer and
@@ -88,14 +121,17 @@ def continue_prompt(
         vocab_size=tokenizer.vocab_size,
     )
     begin_s = time.perf_counter()
-    emitted, tokens = _collect(decoder, ids, tokenizer, on_token)
+    text = StopText(tokenizer, stop)
+    emitted, tokens = _collect(decoder, ids, text, tokenizer.eod, on_token)
     seconds = time.perf_counter() - begin_s
     return {
         "prompt": prompt,
         "prompt_tokens": len(ids),
         "text": "".join(token["text"] for token in tokens),
         "tokens": tokens,
-        "stopped": _stopped(emitted[-1].token == tokenizer.eod, len(emitted) == options.max_new_tokens),
+        "stopped": "stop_string"
+        if text.stopped
+        else _stopped(emitted[-1].token == tokenizer.eod, len(emitted) == options.max_new_tokens),
         "exits": _histogram(model, emitted),
         "mean_depth": sum(e.depth for e in emitted) / len(emitted),
         "layers_per_token": _layers_per_token(decoder, len(ids), len(emitted)),
@@ -109,31 +145,36 @@ def continue_prompt(
 
 
 def _collect(
-    decoder: Decoder, ids: list[int], tokenizer: Tokenizer, on_token: TokenCallback | None
+    decoder: Decoder, ids: list[int], text: StopText, eod: int, on_token: TokenCallback | None
 ) -> tuple[list[Emission], list[dict[str, Any]]]:
-    """Run until the text ends or the store is full; a character of several tokens shows at its last one."""
+    """Run until the text ends or the store is full; a token shows when its text is certain."""
     emitted: list[Emission] = []
     tokens: list[dict[str, Any]] = []
-    stream = TextStream(tokenizer)
     most = decoder.rows.network.store.capacity - len(ids) + 1
     for emission in decoder.emissions(ids):
         emitted.append(emission)
-        ends = emission.token == tokenizer.eod or len(emitted) == most
-        tokens.append(
-            {
-                "text": stream.push(emission.token) + (stream.finish() if ends else ""),
-                "id": emission.token,
-                "exit": emission.exit,
-                "confidence": emission.confidence,
-                "logprob": emission.logprob,
-                "was_draft": emission.was_draft,
-            }
-        )
-        if on_token is not None:
-            on_token(tokens[-1])
+        pieces = text.push(emission, 0.0)
+        ends = text.stopped or emission.token == eod or len(emitted) == most
+        for piece in [*pieces, *(text.finish() if ends else ())]:
+            tokens.append(shown_token(piece))
+            if on_token is not None:
+                on_token(tokens[-1])
         if ends:
             break
     return emitted, tokens
+
+
+def shown_token(piece: Piece) -> dict[str, Any]:
+    """A token as results list it."""
+    emission = piece.emission
+    return {
+        "text": piece.text,
+        "id": emission.token,
+        "exit": emission.exit,
+        "confidence": emission.confidence,
+        "logprob": emission.logprob,
+        "was_draft": emission.was_draft,
+    }
 
 
 def _prompt_ids(model: EarlyExitGPT, tokenizer: Tokenizer, prompt: str) -> list[int]:

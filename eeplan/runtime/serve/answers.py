@@ -7,10 +7,10 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from eeplan.runtime.decode.stop_text import Piece
 from eeplan.runtime.serve.generation import Choice, Delta, Generation
 from eeplan.runtime.serve.protocol import ChatRequest, Common, CompletionRequest
 from eeplan.runtime.serve.settings import Served
-from eeplan.runtime.serve.text import Piece
 from eeplan.runtime.tokenizer import Tokenizer
 
 

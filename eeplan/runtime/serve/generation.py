@@ -9,13 +9,14 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from eeplan.runtime.decode.modes import DEFAULT_LIMIT
 from eeplan.runtime.decode.options import GenerateOptions, generate_options
 from eeplan.runtime.decode.requests import Request
+from eeplan.runtime.decode.stop_text import Piece, StopText
 from eeplan.runtime.serve.problems import Problem
 from eeplan.runtime.serve.protocol import ChatRequest, Common, CompletionRequest
 from eeplan.runtime.serve.service import Service
 from eeplan.runtime.serve.settings import Limits, Served
-from eeplan.runtime.serve.text import Piece, StopText
 from eeplan.runtime.stage import FINAL, exit_name
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -239,7 +240,7 @@ def _options(body: Common, served: Served, max_tokens: int, top_logprobs: int, s
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
         seed=seed,
         top_logprobs=top_logprobs,
-        **({} if body.recompute_limit is None else {"recompute_limit": body.recompute_limit}),
+        recompute_limit=DEFAULT_LIMIT if body.recompute_limit is None else body.recompute_limit,
     )
 
 

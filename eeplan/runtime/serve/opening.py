@@ -7,13 +7,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from eeplan.errors import DecodeError
-from eeplan.runtime.checkpoint import TOKENIZER, load_model, usable
+from eeplan.plan import load_plan
+from eeplan.runtime.checkpoint import PLAN, TOKENIZER, load_model, usable
 from eeplan.runtime.decode.certificate import Certificate, load_certificate
 from eeplan.runtime.decode.engine import LocalEngine
 from eeplan.runtime.decode.generate import this_process
 from eeplan.runtime.decode.modes import DEFAULT_MODE, MODES, decode_mode
+from eeplan.runtime.decode.pipeline import PIPELINE_MODES, PipelineEngine
 from eeplan.runtime.decode.policy import exit_policy
 from eeplan.runtime.decode.requests import Engine
+from eeplan.runtime.model import ExitSpec
 from eeplan.runtime.serve.chat import chat_template
 from eeplan.runtime.serve.settings import Served
 from eeplan.runtime.tokenizer import load_tokenizer
@@ -28,8 +31,9 @@ def opened(
     *,
     name: str | None = None,
     threshold: Sequence[str] = (),
-    mode: str = DEFAULT_MODE,
+    mode: str | None = None,
     max_running: int = 8,
+    pipeline_size: int = 1,
 ) -> Iterator[tuple[Served, Engine]]:
     """Load a checkpoint for the body.
 
@@ -37,6 +41,8 @@ def opened(
         checkpoint: a checkpoint folder, or a run's folder, whose latest one is taken.
         name: as clients call the model; the run's name by default.
         threshold: numbers, or ``calibrated``; see :func:`default_thresholds`.
+        mode: where requests name none; by default what suits the number of processes.
+        pipeline_size: stages, each in a process of its own; 1 decodes in this process.
 
     Raises:
         CheckpointError, DataError: missing, damaged, or not belonging together.
@@ -45,31 +51,53 @@ def opened(
     folder, manifest, _ = usable(checkpoint)
     certificate = load_certificate(folder, str(manifest["manifest_sha256"]))
     thresholds = default_thresholds(threshold, certificate)
-    with this_process() as here:
-        model, plan = load_model(folder, here)
-        model.eval()
-        tokenizer = load_tokenizer(folder / TOKENIZER)
-        if tokenizer.vocab_size > plan.run.model.vocab_size:
-            raise DecodeError(
-                f"the tokenizer has {tokenizer.vocab_size} tokens, the model {plan.run.model.vocab_size}; "
-                "use the tokenizer that the model was trained with"
-            )
-        exit_policy(thresholds).for_exits(model.stage_spec.exits)
-        served = Served(
-            name=name or plan.run.name,
-            checkpoint=folder.name,
-            num_layers=plan.run.model.num_layers,
-            exit_depths=tuple(sorted(exit_.depth for exit_ in plan.exits)),
-            seq_length=plan.run.training.seq_length,
-            tokenizer=tokenizer,
-            template=chat_template(folder / TOKENIZER),
-            certificate=certificate,
-            thresholds=thresholds,
-            created=int(folder.stat().st_mtime),
-            modes=MODES,
-            default_mode=decode_mode(mode),
+    tokenizer = load_tokenizer(folder / TOKENIZER)
+    plan = load_plan(folder / PLAN)
+    if tokenizer.vocab_size > plan.run.model.vocab_size:
+        raise DecodeError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model {plan.run.model.vocab_size}; "
+            "use the tokenizer that the model was trained with"
         )
-        yield served, LocalEngine(model, vocab_size=tokenizer.vocab_size, max_running=max_running)
+    specs = tuple(ExitSpec(exit_.depth, exit_.head, exit_.tied) for exit_ in plan.exits)
+    exit_policy(thresholds).for_exits(specs)
+    modes = MODES if pipeline_size == 1 else PIPELINE_MODES
+    default_mode = decode_mode(mode or (DEFAULT_MODE if pipeline_size == 1 else PIPELINE_MODES[0]))
+    if default_mode not in modes:
+        processes = "one process" if pipeline_size == 1 else f"{pipeline_size} processes"
+        raise DecodeError(f"mode is '{default_mode}'; {processes} decode in {' or '.join(modes)}")
+    served = Served(
+        name=name or plan.run.name,
+        checkpoint=folder.name,
+        num_layers=plan.run.model.num_layers,
+        exit_depths=tuple(sorted(exit_.depth for exit_ in plan.exits)),
+        seq_length=plan.run.training.seq_length,
+        tokenizer=tokenizer,
+        template=chat_template(folder / TOKENIZER),
+        certificate=certificate,
+        thresholds=thresholds,
+        created=int(folder.stat().st_mtime),
+        modes=modes,
+        default_mode=default_mode,
+    )
+    with _engine(folder, tokenizer.vocab_size, max_running, pipeline_size) as engine:
+        yield served, engine
+
+
+@contextlib.contextmanager
+def _engine(folder: Path, vocab_size: int, max_running: int, pipeline_size: int) -> Iterator[Engine]:
+    with this_process() as here:
+        if pipeline_size > 1:
+            pipeline = PipelineEngine(
+                folder, pipeline_size=pipeline_size, vocab_size=vocab_size, max_running=max_running
+            )
+            try:
+                yield pipeline
+            finally:
+                pipeline.close()
+            return
+        model, _ = load_model(folder, here)
+        model.eval()
+        yield LocalEngine(model, vocab_size=vocab_size, max_running=max_running)
 
 
 def default_thresholds(asked: Sequence[str], certificate: Certificate | None) -> tuple[float, ...]:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eeplan.runtime.decode.emission import Emission
-from eeplan.runtime.serve.text import Piece, StopText
+from eeplan.runtime.decode.stop_text import Piece, StopText
 from eeplan.runtime.tokenizer import byte_tokenizer
 
 TEXTS = st.text(st.sampled_from("ab\u00e4\U0001f600"), max_size=20)

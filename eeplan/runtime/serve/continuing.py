@@ -1,0 +1,143 @@
+"""What `eeplan generate` and `eeplan chat` do: continue texts, on this process or on pipeline stages."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from eeplan.errors import DecodeError
+from eeplan.runtime.checkpoint import usable
+from eeplan.runtime.decode.certificate import Certificate, load_certificate
+from eeplan.runtime.decode.generate import TokenCallback, generate_text, shown_token
+from eeplan.runtime.decode.modes import DEFAULT_MODE
+from eeplan.runtime.decode.options import GenerateOptions, generate_options, parse_exits
+from eeplan.runtime.decode.requests import Engine, Request
+from eeplan.runtime.decode.stop_text import StopText
+from eeplan.runtime.serve.opening import default_thresholds, opened, thresholds_sentence
+from eeplan.runtime.serve.settings import Served
+from eeplan.runtime.stage import FINAL, exit_name
+
+
+def generate(
+    checkpoint: Path,
+    prompt: str,
+    *,
+    threshold: Sequence[str] = (),
+    exits: str | None = None,
+    confidence: str | None = None,
+    mode: str | None = None,
+    stop: Sequence[str] = (),
+    compare_full: bool = False,
+    pipeline_size: int = 1,
+    on_token: TokenCallback | None = None,
+    say: Callable[[str], None],
+    **options: Any,
+) -> dict[str, Any]:
+    """Continue a prompt as the command line asks.
+
+    Args:
+        threshold: see ``opening.default_thresholds``.
+        exits: depths with commas, None for all.
+        confidence: measure of the exits; None is the certificate's, or the largest probability.
+        say: gets a line where thresholds were not given.
+        options: the other fields of ``generate_options``.
+
+    Returns:
+        As ``generate.generate_text``; on several stages without layers run and drafts.
+
+    Raises:
+        DecodeError, CheckpointError, DataError: see there.
+    """
+    if not prompt:
+        raise DecodeError("the prompt is empty; give at least one character to continue")
+    if any(not one for one in stop):
+        raise DecodeError("stop is an empty text; give at least one character")
+    folder, manifest, _ = usable(checkpoint)
+    certificate = load_certificate(folder, str(manifest["manifest_sha256"]))
+    thresholds = default_thresholds(threshold, certificate)
+    if not threshold:
+        say(thresholds_sentence(thresholds, certificate))
+    asked = generate_options(
+        threshold=thresholds,
+        exits=parse_exits(exits),
+        confidence=confidence or _measure(thresholds, certificate),
+        mode=mode or (DEFAULT_MODE if pipeline_size == 1 else "pipeline"),
+        **options,
+    )
+    if pipeline_size == 1:
+        return generate_text(checkpoint, prompt, asked, on_token, stop=stop, compare_full=compare_full)
+    if compare_full:
+        raise DecodeError("--compare-full is for one process; leave out --pipeline-size")
+    with opened(checkpoint, max_running=1, pipeline_size=pipeline_size) as (served, engine):
+        return continue_on(engine, served, served.tokenizer.encode(prompt), asked, stop, on_token) | {
+            "prompt": prompt
+        }
+
+
+def continue_on(
+    engine: Engine,
+    served: Served,
+    ids: Sequence[int],
+    options: GenerateOptions,
+    stop: Sequence[str] = (),
+    on_token: TokenCallback | None = None,
+) -> dict[str, Any]:
+    """Continue a text on an engine that has nothing else to do.
+
+    Whatever ends this, Ctrl-C included, the engine has nothing left to do.
+
+    Returns:
+        As ``generate.continue_prompt``, without ``prompt``; ``layers_per_token`` and ``drafts`` are None.
+    """
+    request = Request(tuple(ids), options, frozenset({served.tokenizer.eod}))
+    text, tokens = StopText(served.tokenizer, stop), []
+    exits: Counter[str] = Counter()
+    depths, finish, began_s = 0, None, time.perf_counter()
+    number = engine.submit(request)
+    try:
+        while finish is None and not text.stopped:
+            for event in engine.step():
+                pieces, finish = [], event.finish
+                if event.emission is not None:
+                    exits[event.emission.exit] += 1
+                    depths += event.emission.depth
+                    pieces = text.push(event.emission, event.latency_s)
+                for piece in [*pieces, *(text.finish() if finish is not None else ())]:
+                    tokens.append(shown_token(piece))
+                    if on_token is not None:
+                        on_token(tokens[-1])
+    finally:
+        engine.cancel(number)
+    seconds, count = time.perf_counter() - began_s, sum(exits.values())
+    return {
+        "prompt_tokens": len(ids),
+        "text": "".join(token["text"] for token in tokens),
+        "tokens": tokens,
+        "stopped": _stopped(text.stopped, finish == "stop", count == options.max_new_tokens),
+        "exits": {name: exits[name] for name in (*map(exit_name, served.exit_depths), FINAL)},
+        "mean_depth": depths / count if count else float(served.num_layers),
+        "layers_per_token": None,
+        "seconds": seconds,
+        "tokens_per_s": count / seconds,
+        "mode": options.mode,
+        "threshold": options.policy.threshold,
+        "recompute_limit": options.recompute_limit,
+        "drafts": None,
+    }
+
+
+def _measure(thresholds: tuple[float, ...], certificate: Certificate | None) -> str:
+    if certificate is not None and thresholds == certificate.thresholds:
+        return certificate.confidence_kind
+    return "max_probability"
+
+
+def _stopped(at_stop: bool, at_end: bool, all_asked_for: bool) -> str:
+    if at_stop:
+        return "stop_string"
+    if at_end:
+        return "end_of_text"
+    return "max_new_tokens" if all_asked_for else "seq_length"

@@ -1,0 +1,191 @@
+"""`eeplan generate` and `eeplan chat` beyond one process's text: stop strings, comparing, stages, talking."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serve_cases import SCRIPT, SERVED, ScriptedEngine
+from tiny_checkpoint import tiny_model
+
+from eeplan.cli import main
+from eeplan.errors import DataError, DecodeError
+from eeplan.runtime.decode.options import GenerateOptions, generate_options
+from eeplan.runtime.decode.requests import TokenEvent
+from eeplan.runtime.serve.chat import ChatTemplate, chat_template
+from eeplan.runtime.serve.chatting import Conversation
+from eeplan.runtime.serve.continuing import continue_on, generate
+from eeplan.runtime.serve.opening import default_thresholds
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    found = tmp_path_factory.mktemp("continued")
+    with tiny_model(found):
+        yield found
+
+
+def asked(folder: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["generate", str(folder), "--prompt", "def main(", "--json", *arguments]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_stop_text_ends_the_continuation(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = asked(folder, capsys, "--threshold", "0.3", "--max-new-tokens", "30")
+    stop = whole["text"][8:10]
+    cut = asked(folder, capsys, "--threshold", "0.3", "--max-new-tokens", "30", "--stop", stop)
+    assert cut["text"] == whole["text"][: whole["text"].index(stop)]
+    assert cut["stopped"] == "stop_string"
+    assert "".join(token["text"] for token in cut["tokens"]) == cut["text"]
+    assert main(["generate", str(folder), "--prompt", "x", "--stop", ""]) == 2
+    assert "stop is an empty text" in capsys.readouterr().err
+
+
+def test_the_full_model_to_compare_with(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compared = asked(folder, capsys, "--threshold", "0.3", "--max-new-tokens", "20", "--compare-full")
+    alone = asked(folder, capsys, "--threshold", "1", "--max-new-tokens", "20")
+    assert compared["full"]["text"] == alone["text"]
+    assert compared["full"]["speed_up"] > 0
+    same = sum(a["id"] == b["id"] for a, b in zip(compared["tokens"], alone["tokens"], strict=True))
+    assert compared["full"]["agreement"] == pytest.approx(same / 20)
+    assert main(["generate", str(folder), "--prompt", "x", "--compare-full", "--max-new-tokens", "4"]) == 0
+    assert "times as fast as the full model" in capsys.readouterr().out
+
+
+def test_without_a_threshold_nothing_leaves_early_and_it_says_so(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", str(folder), "--prompt", "x", "--max-new-tokens", "4"]) == 0
+    said = capsys.readouterr()
+    assert "threshold 1, nothing leaves early; `eeplan calibrate` finds a lower one" in said.err
+    assert "final 4" in said.out
+    for wrong in ("calibrated", "soon", "1.5"):
+        assert main(["generate", str(folder), "--prompt", "x", "--threshold", wrong]) == 2
+    assert "no certificate" in capsys.readouterr().err
+
+
+def test_two_stages_give_the_same_text(folder: Path) -> None:
+    options: dict[str, Any] = {"threshold": ["0.3"], "max_new_tokens": 24, "say": print}
+    one = generate(folder, "def main(", **options)
+    two = generate(folder, "def main(", pipeline_size=2, **options)
+    assert (two["mode"], two["prompt"]) == ("pipeline", "def main(")
+    # One process lists the end token, an engine does not.
+    said = [(token["id"], token["exit"]) for token in one["tokens"] if token["id"] != 256]
+    assert [(token["id"], token["exit"]) for token in two["tokens"]] == said
+    assert len(said) > 10
+    with pytest.raises(DecodeError, match="compare-full is for one process"):
+        generate(folder, "x", pipeline_size=2, compare_full=True, **options)
+
+
+def test_thresholds_of_the_command_line() -> None:
+    assert default_thresholds((), None) == (1.0,)
+    assert default_thresholds(("0.5", "0.75"), None) == (0.5, 0.75)
+    with pytest.raises(DecodeError, match="run `eeplan calibrate`"):
+        default_thresholds(("calibrated",), None)
+    with pytest.raises(DecodeError, match="expected numbers from 0 to 1"):
+        default_thresholds(("calibrated", "0.5"), None)
+
+
+def conversation(engine: ScriptedEngine, served: Any = SERVED) -> tuple[Conversation, io.StringIO]:
+    def options(thresholds: tuple[float, ...]) -> GenerateOptions:
+        return generate_options(threshold=thresholds, max_new_tokens=40)
+
+    out = io.StringIO()
+    return Conversation(served, engine, options, out, (0.5,)), out
+
+
+def test_a_conversation_remembers_until_it_is_told_to_forget() -> None:
+    engine = ScriptedEngine("Yes.\nUser: more")
+    talk, out = conversation(engine)
+    talk.run(iter(["Hello", "", "And?", "/reset", "Again", "/quit", "never"]))
+    prompts = [bytes(request.prompt).decode() for request in engine.requests.values()]
+    assert prompts == [
+        "User: Hello\nAssistant:",
+        "User: Hello\nAssistant: Yes.\nUser: And?\nAssistant:",
+        "User: Again\nAssistant:",
+    ]
+    shown = out.getvalue()
+    assert "no chat template" in shown
+    assert shown.count("Yes.") == 3
+    assert "User: more" not in shown
+    assert engine.running == 0
+
+
+def test_a_conversation_changes_its_threshold() -> None:
+    engine = ScriptedEngine("Yes.")
+    talk, out = conversation(engine)
+    talk.run(
+        iter(["/threshold 0.25", "Hello", "/threshold 7", "/threshold x", "/threshold", "/what", "More"])
+    )
+    used = [request.options.policy.thresholds for request in engine.requests.values()]
+    assert used == [(0.25,), (0.25,)]
+    assert out.getvalue().count("error:") == 2
+
+
+def test_ctrl_c_ends_an_answer_and_keeps_what_is_there() -> None:
+    class Interrupted(ScriptedEngine):
+        def step(self) -> list[TokenEvent]:
+            if self.steps == 5:
+                self.steps += 1
+                raise KeyboardInterrupt
+            return super().step()
+
+    engine = Interrupted("Yes and no.")
+    talk, out = conversation(engine)
+    talk.run(iter(["Hello", "More"]))
+    assert "(stopped)" in out.getvalue()
+    assert talk.turns[1]["content"] == "Yes a"
+    assert talk.turns[3]["content"] == "Yes and no."
+    assert engine.running == 0
+
+
+def test_a_long_talk_forgets_its_beginning() -> None:
+    talk, out = conversation(ScriptedEngine("y" * 30))
+    talk.run(iter(["first question", "second question", "third question", "x" * 200]))
+    assert "the oldest turn is forgotten" in out.getvalue()
+    assert talk.turns[0]["content"] != "first question"
+    assert "say less" in out.getvalue()
+
+
+def test_templates(tmp_path: Path) -> None:
+    source = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"chat_template": source}))
+    template = chat_template(tmp_path / "tokenizer.json")
+    assert template.prompt([{"role": "user", "content": "a<b"}]) == "<user>a<b</user><assistant>"
+    assert template.stop == ()
+    refusing = ChatTemplate("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(DataError, match="roles must alternate"):
+        refusing.prompt([{"role": "user", "content": ""}])
+    for nasty in ("{{ ''.__class__.__mro__ }}", "{% for", "{{ 1 // 0 }}", "{{ messages.append(1) }}"):
+        with pytest.raises(DataError):
+            ChatTemplate(nasty + "{{ ().__class__.__bases__[0].__subclasses__() }}").prompt([])
+    with pytest.raises(DataError, match="role is 'tool'"):
+        ChatTemplate(None).prompt([{"role": "tool", "content": ""}])
+    (tmp_path / "tokenizer.json").write_text('{"chat_template": 5}')
+    with pytest.raises(DataError, match="is no text"):
+        chat_template(tmp_path / "tokenizer.json")
+
+
+def test_an_engine_has_nothing_left_to_do_afterwards() -> None:
+    engine = ScriptedEngine()
+    options = generate_options(threshold=0.5, max_new_tokens=9)
+    result = continue_on(engine, SERVED, [65], options, ["token"])
+    assert (result["text"], result["stopped"]) == ("One ", "stop_string")
+    assert engine.running == 0
+    assert continue_on(engine, SERVED, [65], options)["stopped"] == "max_new_tokens"
+    whole = continue_on(engine, SERVED, [65], generate_options(threshold=0.5, max_new_tokens=99))
+    assert (whole["text"], whole["stopped"]) == (SCRIPT, "end_of_text")
+
+
+def test_the_chat_command(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+    assert main(["chat", str(folder), "--threshold", "0.3", "--max-new-tokens", "5"]) == 0
+    assert "mode catch_up" in capsys.readouterr().out
+    assert main(["chat", str(folder), "--temperature", "-1"]) == 2
