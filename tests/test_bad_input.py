@@ -345,7 +345,11 @@ OTHER_CASES: dict[str, tuple[Arrange, str, str]] = {
         "data is no checkpoint",
     ),
     "a threshold above one": (lambda: None, "generate data --prompt a --threshold 1.5", "threshold"),
-    "a threshold in words": (lambda: None, "generate data --prompt a --threshold high", "'--threshold'"),
+    "a threshold in words": (
+        lambda: None,
+        "generate data --prompt a --threshold high",
+        "threshold is 'high'",
+    ),
     "a report of nothing": (lambda: None, "report absent -o new", "absent"),
     "a report of a folder without a run": (lambda: None, "report data -o new", "data"),
     "an unknown command": (lambda: None, "pln run.yaml", "Did you mean 'plan'?; see `eeplan --help`"),

@@ -16,7 +16,7 @@ from eeplan.runtime.decode.modes import DEFAULT_MODE
 from eeplan.runtime.decode.options import GenerateOptions, generate_options, parse_exits
 from eeplan.runtime.decode.requests import Engine, Request
 from eeplan.runtime.decode.stop_text import StopText
-from eeplan.runtime.serve.opening import default_thresholds, opened, thresholds_sentence
+from eeplan.runtime.serve.opening import default_thresholds, opened, threshold_numbers, thresholds_sentence
 from eeplan.runtime.serve.settings import Served
 from eeplan.runtime.stage import FINAL, exit_name
 
@@ -55,6 +55,7 @@ def generate(
         raise DecodeError("the prompt is empty; give at least one character to continue")
     if any(not one for one in stop):
         raise DecodeError("stop is an empty text; give at least one character")
+    threshold_numbers(threshold)
     folder, manifest, _ = usable(checkpoint)
     certificate = load_certificate(folder, str(manifest["manifest_sha256"]))
     thresholds = default_thresholds(threshold, certificate)

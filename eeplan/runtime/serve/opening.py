@@ -110,14 +110,26 @@ def default_thresholds(asked: Sequence[str], certificate: Certificate | None) ->
     Raises:
         DecodeError: no numbers, out of range, or no certificate.
     """
-    if not asked:
-        return certificate.thresholds if certificate else NEVER
-    if list(asked) == [CALIBRATED]:
-        if certificate is None:
-            raise DecodeError(
-                "threshold is 'calibrated', but the checkpoint has no certificate; run `eeplan calibrate`"
-            )
+    numbers = threshold_numbers(asked)
+    if numbers is not None:
+        return numbers
+    if certificate is not None:
         return certificate.thresholds
+    if asked:
+        raise DecodeError(
+            "threshold is 'calibrated', but the checkpoint has no certificate; run `eeplan calibrate`"
+        )
+    return NEVER
+
+
+def threshold_numbers(asked: Sequence[str]) -> tuple[float, ...] | None:
+    """The numbers asked for; None where none are, or the calibrated ones.
+
+    Raises:
+        DecodeError: no numbers, or out of range.
+    """
+    if not asked or list(asked) == [CALIBRATED]:
+        return None
     try:
         numbers = tuple(map(float, asked))
     except ValueError:
