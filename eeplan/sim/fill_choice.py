@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from eeplan.errors import PlanInfeasible
 from eeplan.plan import Decision, FillPlan
 from eeplan.sim.bounds import bubble_fill_capacity
-from eeplan.sim.choice import Choice
+from eeplan.sim.choice import Choice, PlacedExit
 from eeplan.sim.costs import (
     CostModel,
     PipelineCosts,
     grad_sync_ns,
     pipeline_costs,
     shared_matrix_sync_ns,
+    stage_costs,
     to_ns,
 )
 from eeplan.sim.estimator import corrections
@@ -22,11 +23,15 @@ from eeplan.sim.explain import format_bytes, format_ns, format_percent
 from eeplan.sim.fill import Fill
 from eeplan.sim.fill_costs import partial_costs, with_partial_costs
 from eeplan.sim.fill_search import FillCell, FillOutcome, FillProblem, fixed_fill, search_fill
+from eeplan.sim.fixed_split import count_vectors
+from eeplan.sim.layout import can_hold
 from eeplan.sim.memory import optimizer_peak_bytes
-from eeplan.sim.search import Candidate
+from eeplan.sim.search import Candidate, best_slots, judge
 from eeplan.spec import FillCounts, FillSpec
 
 SUBJECT = "fill"
+RIVALS = 16
+"""Other places of the exits whose fills are looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,7 @@ def choose_fill(model: CostModel, choice: Choice) -> FillChoice:
     plain = FillChoice(Fill(model.run.num_microbatches), None, costs, choice.candidate, ())
     if spec.policy == "none":
         return plain
-    problem = _problem(model, choice, costs)
+    problem = _problem(choice.exits, choice.candidate, costs)
     if isinstance(spec.policy, FillCounts):
         cell = fixed_fill(problem, spec.policy.warmup, spec.policy.cooldown)
         _require_fit(model, problem, cell)
@@ -62,7 +67,7 @@ def choose_fill(model: CostModel, choice: Choice) -> FillChoice:
         outcome = search_fill(problem)
         assert outcome is not None, "the candidate was chosen because it fits without inserts"
         cell = outcome.best
-        decision = _searched(model, problem, spec, outcome)
+        decision = _searched(model, problem, spec, outcome, _elsewhere(choice, cell))
     if cell.fill.is_plain:
         return replace(plain, decisions=(decision,))
     return FillChoice(
@@ -81,10 +86,49 @@ def backbone_ns(model: CostModel) -> tuple[int, int]:
     return forward_ns, layers * layer.backward_ns
 
 
-def _problem(model: CostModel, choice: Choice, costs: PipelineCosts) -> FillProblem:
-    candidate, num_stages = choice.candidate, model.layout.num_stages
+def _elsewhere(choice: Choice, cell: FillCell) -> str:
+    """Which other places of as many exits, about as fast, would let more inserts in; empty if none.
+
+    The fill is chosen for exits that were placed without a care for it. Other places on the same layers whose
+    iteration is within ``fill.max_time_overhead`` of the chosen one's are tried, the fastest ``RIVALS``.
+    """
+    model, exits = choice.candidate.model, choice.exits
+    if not exits or model.run.exits.layers:
+        return ""
+    head, layout, mode = exits[0].head, model.layout, choice.candidate.exit_forward
+    vectors = count_vectors(len(exits), layout.num_stages).tolist() if len(exits) < 7 else []
+    vectors = [v for v in vectors if tuple(v) != choice.candidate.counts and can_hold(v, layout)]
+    known = {
+        pair: stage_costs(model, pair[0], (head,) * pair[1], mode)
+        for pair in {pair for counts in vectors for pair in enumerate(counts)}
+    }
+    candidates = judge(model, [(mode, tuple(known[pair] for pair in enumerate(v))) for v in vectors])
+    limit_ns = choice.candidate.iteration_ns * (1.0 + model.run.fill.max_time_overhead)
+    limit_bytes = model.run.limits.device_memory_bytes
+    rivals = sorted(
+        (one for one in candidates if one.iteration_ns <= limit_ns and one.fits(limit_bytes)),
+        key=lambda one: one.rank,
+    )
+    best, where = cell, choice.candidate
+    for one in rivals[:RIVALS]:
+        placed = [PlacedExit(slot, head, None) for slot in best_slots(one)]
+        outcome = search_fill(_problem(placed, one, pipeline_costs(model, one.stages)))
+        if outcome is not None and outcome.best.stage_backwards > best.stage_backwards:
+            best, where = outcome.best, one
+    if where is choice.candidate:
+        return ""
+    slower = format_percent(where.iteration_ns / choice.candidate.iteration_ns - 1.0)
+    return (
+        f"exits per stage {', '.join(map(str, where.counts))} ({slower} iteration time) would let in "
+        f"{best.stage_backwards} backwards of stages instead of {cell.stage_backwards}"
+    )
+
+
+def _problem(exits: Sequence[PlacedExit], candidate: Candidate, costs: PipelineCosts) -> FillProblem:
+    model = candidate.model
+    num_stages = model.layout.num_stages
     on_stage = [
-        [(placed.slot.depth, placed.head) for placed in choice.exits if placed.slot.stage == stage]
+        [(placed.slot.depth, placed.head) for placed in exits if placed.slot.stage == stage]
         for stage in range(num_stages)
     ]
     partial = [
@@ -150,7 +194,9 @@ def _fill_plan(model: CostModel, problem: FillProblem, cell: FillCell) -> FillPl
     )
 
 
-def _searched(model: CostModel, problem: FillProblem, spec: FillSpec, outcome: FillOutcome) -> Decision:
+def _searched(
+    model: CostModel, problem: FillProblem, spec: FillSpec, outcome: FillOutcome, elsewhere: str
+) -> Decision:
     capacity = bubble_fill_capacity(model.layout.num_stages, *backbone_ns(model))
     limits = f"fill.max_time_overhead {100 * spec.max_time_overhead:g} %"
     limits += " and limits.device_memory_bytes" if problem.limit_bytes else ""
@@ -165,6 +211,7 @@ def _searched(model: CostModel, problem: FillProblem, spec: FillSpec, outcome: F
         for region, cell in (("warm-up", outcome.more_warm_up), ("cool-down", outcome.more_cool_down))
         if cell is not None
     ]
+    rejected += [elsewhere] if elsewhere else []
     return Decision(
         subject=SUBJECT, choice=_counts(problem, outcome.best), reason=reason, rejected="; ".join(rejected)
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 
@@ -111,3 +111,10 @@ def _exits_below(family: Family, split: tuple[int, ...]) -> Iterator[tuple[int, 
         span = range(int(family.exits_below[layers]), int(family.exits_most[layers]) + 1)
         below = [(*one, count) for one in below for count in span if count >= one[-1]]
     yield from below
+
+
+def count_vectors(number: int, stages: int) -> Integers:
+    """Every way to spread so many exits over the stages, [n, P]."""
+    bars = combinations(range(number + stages - 1), stages - 1)
+    rows = [[b - a - 1 for a, b in pairwise((-1, *bar, number + stages - 1))] for bar in bars]
+    return np.array(rows, np.int64)

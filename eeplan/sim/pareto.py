@@ -35,6 +35,7 @@ from eeplan.sim.decode_process import Exit, decode_process
 from eeplan.sim.depth_search import least_decode_ns
 from eeplan.sim.family import Family, Integers, counted_family, iteration_ns
 from eeplan.sim.fast import ends_ns
+from eeplan.sim.fixed_split import count_vectors
 from eeplan.sim.layout import Layout, Slot, least_overshoot
 from eeplan.sim.search import Budgets, counted_search, num_splits, split_is_free, transport_of
 from eeplan.spec import ExitForward, RunSpec, replace_keys
@@ -192,13 +193,6 @@ def _blocks(model: CostModel, splits: Integers) -> Iterator[_Block]:
             rows = max(1, CHUNK // len(counts))
             for start in range(0, len(splits), rows):
                 yield _judged(model, mode, number, family, splits[start : start + rows], counts)
-
-
-def count_vectors(number: int, stages: int) -> Integers:
-    """Every way to spread so many exits over the stages, [n, P]."""
-    bars = combinations(range(number + stages - 1), stages - 1)
-    rows = [[b - a - 1 for a, b in pairwise((-1, *bar, number + stages - 1))] for bar in bars]
-    return np.array(rows, np.int64)
 
 
 def _judged(

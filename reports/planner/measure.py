@@ -27,8 +27,8 @@ from eeplan.sim.choice import Choice, PlacedExit, choose, head_of, modes_of
 from eeplan.sim.combinations import combinations, models_of
 from eeplan.sim.costs import stage_costs
 from eeplan.sim.fill_choice import choose_fill
+from eeplan.sim.fixed_split import count_vectors
 from eeplan.sim.layout import can_hold
-from eeplan.sim.pareto import count_vectors
 from eeplan.sim.search import Budgets, best_slots, judge
 from eeplan.spec import RunSpec, load_run, replace_keys
 

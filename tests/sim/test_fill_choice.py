@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from eeplan.sim.fill import fill_of, schedule_of
 from eeplan.sim.schedule import one_f_one_b
 from eeplan.sim.validators import in_flight
 from eeplan.sim.validators import validate as validate_schedule
-from eeplan.spec import RunSpec
+from eeplan.spec import RunSpec, replace_keys
 
 
 def decision(plan: Plan) -> Decision:
@@ -204,3 +205,46 @@ def test_impossible_wishes_are_named(fill: Any, message: str) -> None:
 def test_a_full_microbatch_must_be_left() -> None:
     with pytest.raises(SchemaError, match=r"turns 2 of 2 microbatches into partial ones"):
         run_of({"warmup": 1, "cooldown": 1}, "same_count", training__global_batch_size=4)
+
+
+def test_places_that_would_let_more_inserts_in_are_named() -> None:
+    """The placement is chosen before the fill; what that loses is told."""
+    head, layer = (2.5e-4, 5e-4), (5e-4, 1e-3)
+    seconds = {"embedding": (0.0, 0.0), "layer": layer, "exit_norm": head, "final_head": head}
+    run = make_run(
+        parallel__pipeline_model_parallel_size=4,
+        exits__count=1,
+        exits__untie_exit_output_weights=True,
+        fill={"policy": "auto", "max_time_overhead": 0.2},
+        training__global_batch_size=64,
+    )
+    profile = quick(run, op_seconds=seconds)
+    plan = make_plan(run, profile)
+    assert plan.fill is not None
+    told = re.search(
+        r"exits per stage ([\d, ]+) \([+-].* % iteration time\) would let in (\d+) "
+        r"backwards of stages instead of (\d+)|$",
+        decision(plan).rejected,
+    )
+    work = sum(plan.fill.warm_up_depths) + sum(plan.fill.truncated_reaches)
+    others = {}
+    # The depth nearest to the middle that each stage can read.
+    for place in (
+        {"layer": 2},
+        {"layer": 4},
+        {"layer": 5, "boundary": "before"},
+        {"layer": 7, "boundary": "before"},
+    ):
+        by_hand = replace_keys(
+            run, {"exits.count": None, "exits.layers": [place], "exits.exit_forward": plan.exit_forward}
+        )
+        other = make_plan(by_hand, profile)
+        if other.fill is not None and other.prediction.baseline_iteration_time_s:
+            counts = ", ".join(str(len(stage.exit_depths)) for stage in other.stages)
+            others[counts] = sum(other.fill.warm_up_depths) + sum(other.fill.truncated_reaches)
+    assert told is not None
+    if told[1] is None:
+        assert max(others.values()) <= work
+    else:
+        assert int(told[3]) == work
+        assert int(told[2]) == others[told[1]] > work
