@@ -130,7 +130,7 @@ def configurations(draw: st.DrawFn) -> tuple[RunSpec, OpProfile]:
     return run, with_decode_costs(profile) if draw(st.booleans()) else profile
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(configurations())
 def test_a_row_is_what_the_planner_predicts(case: tuple[RunSpec, OpProfile]) -> None:
     run, profile = case

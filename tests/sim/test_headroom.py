@@ -59,7 +59,7 @@ def naive_headroom(iteration: Iteration, stage: int, side: Side, price: int) -> 
 
 
 @given(iterations())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_headroom_is_the_largest_that_fits(iteration: Iteration) -> None:
     for stage, found in enumerate(headroom(iteration)):
         free = {side: naive_headroom(iteration, stage, side, 0) for side in ("forward", "backward")}
