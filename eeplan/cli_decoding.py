@@ -67,6 +67,9 @@ def generate(
     pipeline_size: Annotated[
         int, typer.Option("--pipeline-size", min=1, help="Stages, each in a process of its own.")
     ] = 1,
+    tensor_size: Annotated[
+        int, typer.Option("--tensor-size", min=1, help="Processes that share each stage.")
+    ] = 1,
     as_json: Json = False,
 ) -> None:
     """Continue a prompt and show the exit of every token."""
@@ -89,6 +92,7 @@ def generate(
             stop=tuple(stop or ()),
             compare_full=compare_full,
             pipeline_size=pipeline_size,
+            tensor_size=tensor_size,
             on_token=view.token if view else None,
             say=progress.line,
             max_new_tokens=max_new_tokens,

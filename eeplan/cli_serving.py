@@ -92,6 +92,9 @@ def serve(
     pipeline_size: Annotated[
         int, typer.Option("--pipeline-size", min=1, help="Stages, each in a process of its own.")
     ] = 1,
+    tensor_size: Annotated[
+        int, typer.Option("--tensor-size", min=1, help="Processes that share each stage.")
+    ] = 1,
     name: Annotated[
         str | None, typer.Option("--model-name", help="As clients call it; the run's name by default.")
     ] = None,
@@ -131,10 +134,15 @@ def serve(
         key = os.environ.get("EEPLAN_API_KEY")
         if api_key_file is not None:
             key = read_bytes(api_key_file, "API key file").decode(errors="replace").strip()
-        with opened(checkpoint, name=name, threshold=threshold or (), mode=mode, max_running=max_running) as (
-            served,
-            engine,
-        ):
+        with opened(
+            checkpoint,
+            name=name,
+            threshold=threshold or (),
+            mode=mode,
+            max_running=max_running,
+            pipeline_size=pipeline_size,
+            tensor_size=tensor_size,
+        ) as (served, engine):
             progress.line(f"{served.name}: {thresholds_sentence(served.thresholds, served.certificate)}")
             if key is None and host not in (LOOPBACK, "localhost", "::1"):
                 progress.line(f"no API key: whoever reaches {host} can use this server")
@@ -181,6 +189,9 @@ def chat(
     pipeline_size: Annotated[
         int, typer.Option("--pipeline-size", min=1, help="Stages, each in a process of its own.")
     ] = 1,
+    tensor_size: Annotated[
+        int, typer.Option("--tensor-size", min=1, help="Processes that share each stage.")
+    ] = 1,
 ) -> None:
     """Talk with a model, every token in the colour of its exit."""
     import sys
@@ -195,7 +206,12 @@ def chat(
         from eeplan.runtime.serve.opening import opened
 
         with opened(
-            checkpoint, threshold=threshold or (), mode=mode, max_running=1, pipeline_size=pipeline_size
+            checkpoint,
+            threshold=threshold or (),
+            mode=mode,
+            max_running=1,
+            pipeline_size=pipeline_size,
+            tensor_size=tensor_size,
         ) as (served, engine):
             certificate = served.certificate
 

@@ -27,19 +27,21 @@ SURFACE = {
     "generate": {
         *("checkpoint", "--prompt", "--threshold", "--max-new-tokens", "--temperature", "--seed", "--json"),
         *("--mode", "--recompute-limit", "--exits", "--confidence", "--first-early-token"),
-        *("--top-k", "--top-p", "--repetition-penalty", "--stop", "--compare-full", "--pipeline-size"),
+        *("--top-k", "--top-p", "--repetition-penalty", "--stop", "--compare-full"),
+        *("--pipeline-size", "--tensor-size"),
     },
     "calibrate": {
         *("checkpoint", "--data", "--risk", "--confidence", "--metric", "--unit", "--exit-confidence"),
         *("--p-value", "--max-tokens", "--seed", "--json"),
     },
     "serve": {
-        *("checkpoint", "--host", "--port", "--threshold", "--mode", "--pipeline-size", "--model-name"),
+        *("checkpoint", "--host", "--port", "--threshold", "--mode", "--model-name"),
+        *("--pipeline-size", "--tensor-size"),
         *("--api-key-file", "--max-running", "--max-waiting", "--max-tokens", "--max-choices", "--grace"),
     },
     "chat": {
         *("checkpoint", "--threshold", "--mode", "--max-new-tokens", "--temperature", "--top-p", "--seed"),
-        "--pipeline-size",
+        *("--pipeline-size", "--tensor-size"),
     },
     "evaluate": {
         *("checkpoint", "--data", "--usage-out", "--profile", "--confidence", "--max-tokens", "--json"),

@@ -128,7 +128,9 @@ def calibrate(checkpoint: Path, data: Path, asked: Asked, progress: Progress) ->
         CheckpointError, DataError: missing, damaged, or not belonging together. FileError: not writable.
         DecodeError: the model has no early exit.
     """
-    folder, manifest, _ = usable(checkpoint)
+    folder, manifest, notes = usable(checkpoint)
+    for note in notes:
+        progress.line(f"eeplan: {note}")
     with this_process() as here:
         model, plan = load_model(folder, here)
         if not plan.exits:

@@ -59,6 +59,7 @@ def create_app(
     _add_problems(app, limits)
     _add_facts(app, served, service)
     _add_page(app)
+    _describe_bodies(app)
 
     @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
     async def completions(request: Request) -> Any:
@@ -124,9 +125,23 @@ async def _parsed(request: Request, schema: type[BaseModel]) -> Any:
 
 
 def _body_schema(schema: type[BaseModel]) -> dict[str, Any]:
-    content = schema.model_json_schema(ref_template="#/components/schemas/{model}")
-    content.pop("$defs", None)
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": content}}}}
+    reference = {"$ref": f"#/components/schemas/{schema.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}}
+
+
+def _describe_bodies(app: FastAPI) -> None:
+    """Bodies are parsed here and not by FastAPI, so their schemas must be added to what it publishes."""
+    described = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = described()
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
+        for schema in (CompletionRequest, ChatRequest):
+            found = schema.model_json_schema(ref_template="#/components/schemas/{model}")
+            schemas |= found.pop("$defs", {}) | {schema.__name__: found}
+        return document
+
+    setattr(app, "openapi", openapi)  # noqa: B010 - mypy forbids assigning to a method
 
 
 def _add_facts(app: FastAPI, served: Served, service: Callable[[], Service]) -> None:

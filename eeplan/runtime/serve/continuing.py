@@ -32,6 +32,7 @@ def generate(
     stop: Sequence[str] = (),
     compare_full: bool = False,
     pipeline_size: int = 1,
+    tensor_size: int = 1,
     on_token: TokenCallback | None = None,
     say: Callable[[str], None],
     **options: Any,
@@ -65,17 +66,17 @@ def generate(
         threshold=thresholds,
         exits=parse_exits(exits),
         confidence=confidence or _measure(thresholds, certificate),
-        mode=mode or (DEFAULT_MODE if pipeline_size == 1 else "pipeline"),
+        mode=mode or (DEFAULT_MODE if pipeline_size * tensor_size == 1 else "pipeline"),
         **options,
     )
-    if pipeline_size == 1:
+    if pipeline_size * tensor_size == 1:
         return generate_text(checkpoint, prompt, asked, on_token, stop=stop, compare_full=compare_full)
     if compare_full:
-        raise DecodeError("--compare-full is for one process; leave out --pipeline-size")
-    with opened(checkpoint, max_running=1, pipeline_size=pipeline_size) as (served, engine):
-        return continue_on(engine, served, served.tokenizer.encode(prompt), asked, stop, on_token) | {
-            "prompt": prompt
-        }
+        raise DecodeError("--compare-full is for one process; leave out --pipeline-size and --tensor-size")
+    several = opened(checkpoint, max_running=1, pipeline_size=pipeline_size, tensor_size=tensor_size)
+    with several as (served, engine):
+        ids = served.tokenizer.encode(prompt)
+        return continue_on(engine, served, ids, asked, stop, on_token) | {"prompt": prompt}
 
 
 def continue_on(

@@ -251,6 +251,7 @@ def _is_calibrated(body: Common, options: GenerateOptions, served: Served) -> bo
         certificate is not None
         and options.policy.thresholds == certificate.thresholds
         and options.policy.exits is None
+        and options.policy.first_early_token == 0
         and options.policy.confidence == certificate.confidence_kind
         and options.sampling.temperature == 0.0
         and options.sampling.repetition_penalty == 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -34,6 +35,7 @@ def opened(
     mode: str | None = None,
     max_running: int = 8,
     pipeline_size: int = 1,
+    tensor_size: int = 1,
 ) -> Iterator[tuple[Served, Engine]]:
     """Load a checkpoint for the body.
 
@@ -42,13 +44,16 @@ def opened(
         name: as clients call the model; the run's name by default.
         threshold: numbers, or ``calibrated``; see :func:`default_thresholds`.
         mode: where requests name none; by default what suits the number of processes.
-        pipeline_size: stages, each in a process of its own; 1 decodes in this process.
+        pipeline_size: stages, each in a process of its own.
+        tensor_size: processes that share each stage; with 1 of both this process decodes.
 
     Raises:
         CheckpointError, DataError: missing, damaged, or not belonging together.
         DecodeError: an option is out of range.
     """
-    folder, manifest, _ = usable(checkpoint)
+    folder, manifest, notes = usable(checkpoint)
+    for note in notes:
+        print(f"eeplan: {note}", file=sys.stderr)
     certificate = load_certificate(folder, str(manifest["manifest_sha256"]))
     thresholds = default_thresholds(threshold, certificate)
     tokenizer = load_tokenizer(folder / TOKENIZER)
@@ -60,10 +65,11 @@ def opened(
         )
     specs = tuple(ExitSpec(exit_.depth, exit_.head, exit_.tied) for exit_ in plan.exits)
     exit_policy(thresholds).for_exits(specs)
-    modes = MODES if pipeline_size == 1 else PIPELINE_MODES
-    default_mode = decode_mode(mode or (DEFAULT_MODE if pipeline_size == 1 else PIPELINE_MODES[0]))
+    num_processes = pipeline_size * tensor_size
+    modes = MODES if num_processes == 1 else PIPELINE_MODES
+    default_mode = decode_mode(mode or (DEFAULT_MODE if num_processes == 1 else PIPELINE_MODES[0]))
     if default_mode not in modes:
-        processes = "one process" if pipeline_size == 1 else f"{pipeline_size} processes"
+        processes = "one process" if num_processes == 1 else f"{num_processes} processes"
         raise DecodeError(f"mode is '{default_mode}'; {processes} decode in {' or '.join(modes)}")
     served = Served(
         name=name or plan.run.name,
@@ -79,16 +85,22 @@ def opened(
         modes=modes,
         default_mode=default_mode,
     )
-    with _engine(folder, tokenizer.vocab_size, max_running, pipeline_size) as engine:
+    with _engine(folder, tokenizer.vocab_size, max_running, pipeline_size, tensor_size) as engine:
         yield served, engine
 
 
 @contextlib.contextmanager
-def _engine(folder: Path, vocab_size: int, max_running: int, pipeline_size: int) -> Iterator[Engine]:
+def _engine(
+    folder: Path, vocab_size: int, max_running: int, pipeline_size: int, tensor_size: int
+) -> Iterator[Engine]:
     with this_process() as here:
-        if pipeline_size > 1:
+        if pipeline_size * tensor_size > 1:
             pipeline = PipelineEngine(
-                folder, pipeline_size=pipeline_size, vocab_size=vocab_size, max_running=max_running
+                folder,
+                pipeline_size=pipeline_size,
+                tensor_size=tensor_size,
+                vocab_size=vocab_size,
+                max_running=max_running,
             )
             try:
                 yield pipeline

@@ -68,17 +68,18 @@ def test_without_a_threshold_nothing_leaves_early_and_it_says_so(
     assert "no certificate" in capsys.readouterr().err
 
 
-def test_two_stages_give_the_same_text(folder: Path) -> None:
+@pytest.mark.parametrize("sizes", [{"pipeline_size": 2}, {"tensor_size": 2}])
+def test_processes_give_the_same_text(folder: Path, sizes: dict[str, int]) -> None:
     options: dict[str, Any] = {"threshold": ["0.3"], "max_new_tokens": 24, "say": print}
     one = generate(folder, "def main(", **options)
-    two = generate(folder, "def main(", pipeline_size=2, **options)
+    two = generate(folder, "def main(", **sizes, **options)
     assert (two["mode"], two["prompt"]) == ("pipeline", "def main(")
     # One process lists the end token, an engine does not.
     said = [(token["id"], token["exit"]) for token in one["tokens"] if token["id"] != 256]
     assert [(token["id"], token["exit"]) for token in two["tokens"]] == said
     assert len(said) > 10
     with pytest.raises(DecodeError, match="compare-full is for one process"):
-        generate(folder, "x", pipeline_size=2, compare_full=True, **options)
+        generate(folder, "x", compare_full=True, **sizes, **options)
 
 
 def test_thresholds_of_the_command_line() -> None:

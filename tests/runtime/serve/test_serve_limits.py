@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -185,6 +186,15 @@ def test_after_the_grace_time_answers_are_ended() -> None:
         assert b"shutting_down" in stream.result(timeout=20).body
         assert time.monotonic() - began < 5.0
     assert sorted(engine.cancelled) == [0, 1]
+
+
+def test_the_published_schema_is_whole() -> None:
+    with running(ScriptedEngine()) as server:
+        text = server.get("/openapi.json").body.decode()
+    schemas = json.loads(text)["components"]["schemas"]
+    assert "early_exit_threshold" in schemas["CompletionRequest"]["properties"]
+    for name in set(re.findall(r'"#/components/schemas/(\w+)"', text)):
+        assert name in schemas
 
 
 def test_an_address_in_use_is_a_users_error() -> None:
