@@ -136,6 +136,9 @@ class Predictor:
     plan: Plan
     profile: OpProfile | None
     """None predicts nothing."""
+    pipeline_size: int = 2
+    """Processes of mode ``pipeline``; predicted where the plan has as many stages and the profile measured
+    decode steps with as many processes."""
 
     def tokens_per_s(self, contender: Contender, counts: Counts | None) -> float | None:
         """Of one sequence; None for several, without a profile, and for what is not ours."""
@@ -146,10 +149,18 @@ class Predictor:
             process = decode_process(self.profile, self._layout(), early, "catch_up")
             assert counts.rounds is not None, "rounds are counted with drafts"
             return 1e9 / expected_speculative_ns(process, early[0].depth, counts.rounds)
+        if mode == "pipeline":
+            stages = self._layout().num_stages
+            if stages != self.pipeline_size or not self._was_measured(stages):
+                return None
         limit = self.plan.run.decode.recompute_limit
         usage = self._usage(counts, 1.0 if mode == "full" else 0.5)
         latency = decode_prediction(self.profile, self._layout(), early, usage, mode, limit)
         return 1e9 / latency.ns_per_token
+
+    def _was_measured(self, processes: int) -> bool:
+        """Whether decode steps were timed with so many processes at once."""
+        return self.profile is not None and any(one.processes == processes for one in self.profile.decode)
 
     def _usage(self, counts: Counts, threshold: float) -> ExitShares:
         """The shares that were counted; of ``threshold`` it only matters whether it is 1."""

@@ -67,6 +67,9 @@ def bench_decoding(
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Generations of every contender.")] = 8,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=2, help="Of each sequence.")] = 48,
+    pipeline_size: Annotated[
+        int, typer.Option("--pipeline-size", min=1, help="Processes of mode pipeline; 1 leaves it out.")
+    ] = 2,
     figures: Annotated[
         Path | None, typer.Option("--figures", metavar="DIR", help="Folder to draw figures into.")
     ] = None,
@@ -86,6 +89,7 @@ def bench_decoding(
             thresholds=tuple(threshold or default.thresholds),
             rounds=rounds,
             new_tokens=max_new_tokens,
+            pipeline_size=pipeline_size,
         )
         result = bench_decode(checkpoint, asked, data=data, profile=profile, progress=progress)
         if figures is not None:

@@ -80,7 +80,7 @@ def test_the_result_has_its_promised_form(result: dict[str, Any]) -> None:
     keys = {(run["mode"], run["batch"], run["threshold"]) for run in found["runs"]}
     early = {
         (m, b, t)
-        for m in ("catch_up", "kv_recompute", "self_speculative")
+        for m in ("catch_up", "kv_recompute", "self_speculative", "pipeline")
         for b in (1, 2)
         for t in (0.8, 0.5)
     }
@@ -89,7 +89,8 @@ def test_the_result_has_its_promised_form(result: dict[str, Any]) -> None:
         assert run["tokens_per_s"] > 0
         assert run["time_to_first_token_s"] > 0
         assert run["latency_s"]["p10"] <= run["latency_s"]["p99"]
-        assert (run["predicted_tokens_per_s"] is None) == (run["batch"] == 2 or run["mode"] == "transformers")
+        is_predicted = run["batch"] == 1 and run["mode"] not in ("transformers", "pipeline")
+        assert (run["predicted_tokens_per_s"] is not None) == is_predicted
     assert found["ratios_threshold"]["threshold"] == 0.8
 
 
@@ -99,7 +100,10 @@ def test_counts_are_those_of_the_modes(result: dict[str, Any]) -> None:
     assert (full["mean_layers"], full["agreement_with_full"], full["checks_per_token"]) == (4.0, 1.0, 0.0)
     assert drafts["agreement_with_full"] == 1.0
     caught, again = by_mode["catch_up", 0.5], by_mode["kv_recompute", 0.5]
-    assert caught["exits"] == again["exits"]
+    stages = by_mode["pipeline", 0.5]
+    assert caught["exits"] == again["exits"] == stages["exits"]
+    assert stages["mean_layers"] == 4.0
+    assert stages["agreement_with_full"] == caught["agreement_with_full"] == again["agreement_with_full"]
     assert caught["exits"]["exit_1"] > 0
     assert caught["mean_layers"] <= min(4.0, again["mean_layers"])
     assert caught["mean_depth"] < 4.0

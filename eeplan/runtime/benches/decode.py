@@ -110,6 +110,27 @@ def engine_times(engine: Engine, prompts: Prompts, options: GenerateOptions) -> 
     return list(times.values())
 
 
+def pipeline_times(
+    engine: Engine, threshold: Threshold, threads: int, setting: Setting
+) -> Callable[[Prompts], Times]:
+    """:func:`engine_times` of pipeline stages.
+
+    Args:
+        threads: of this process, which runs the first stage; it has others for what else it times.
+    """
+    options = setting.options("pipeline", threshold)
+
+    def run(prompts: Prompts) -> Times:
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            return engine_times(engine, prompts, options)
+        finally:
+            torch.set_num_threads(before)
+
+    return run
+
+
 def transformers_times(llama: Any, setting: Setting) -> Callable[[Prompts], Times]:
     """:func:`engine_times` of the equal model in ``transformers``."""
 
@@ -160,6 +181,40 @@ def count(
         agreement=agreeing / len(emitted),
         rounds=Rounds(drafted / passes, checks / passes, later / passes) if passes else None,
     )
+
+
+def count_pipeline(
+    engine: Engine, model: EarlyExitGPT, threshold: Threshold, prompts: Prompts, setting: Setting
+) -> Counts:
+    """:func:`count` of pipeline stages, which run every layer on every token.
+
+    Args:
+        model: the same, whole; says which tokens are the full model's.
+    """
+    options = setting.options("pipeline", threshold)
+    depths = [exit_.depth for exit_, _ in options.policy.for_exits(model.stage_spec.exits)]
+    emitted: list[Emission] = []
+    agreeing = 0
+    for prompt in prompts:
+        found = decode_alone(engine, prompt, options)
+        agreeing += _agreeing(model, prompt, [one.token for one in found], setting.vocab_size)
+        emitted += found
+    return Counts(
+        exits=_histogram(model, emitted),
+        mean_depth=sum(one.depth for one in emitted) / len(emitted),
+        layers_per_token=float(model.run.model.num_layers),
+        checks_per_token=sum(d <= one.depth for one in emitted for d in depths) / len(emitted),
+        agreement=agreeing / len(emitted),
+    )
+
+
+def decode_alone(engine: Engine, prompt: Sequence[int], options: GenerateOptions) -> list[Emission]:
+    """What an engine that is idle emits after a prompt."""
+    engine.submit(Request(tuple(prompt), options))
+    found: list[Emission] = []
+    while engine.running or engine.waiting:
+        found += [event.emission for event in engine.step() if event.emission is not None]
+    return found
 
 
 def _histogram(model: EarlyExitGPT, emitted: Sequence[Emission]) -> dict[str, int]:

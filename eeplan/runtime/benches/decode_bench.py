@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from eeplan.runtime.checkpoint import TOKENIZER, load_model, usable
 from eeplan.runtime.decode.certificate import load_certificate
 from eeplan.runtime.decode.generate import this_process
 from eeplan.runtime.decode.modes import MODES
+from eeplan.runtime.decode.pipeline import PipelineEngine
 from eeplan.runtime.decode_timing import measure_decode
 from eeplan.runtime.evaluate import held_out, profile_beside
 from eeplan.runtime.launch import available_cores
@@ -43,6 +45,8 @@ class Asked:
     """Each gives every contender the same prompts; ratios are within a round."""
     new_tokens: int = 48
     prompt_tokens: int = 16
+    pipeline_size: int = 2
+    """Processes of mode ``pipeline``; 1 leaves it out."""
     decode_seconds: float = DECODE_SECONDS
     """Spent on timing single decode steps, for the predictions."""
 
@@ -89,27 +93,33 @@ def bench_decode(
         thresholds = [chosen, *(one for one in asked.thresholds if one != chosen)]
         local = contenders(EXIT_MODES, asked.batches, thresholds)
         progress.line("count exits and layers")
-        counts = _counts(model, local, prompts[: asked.rounds], setting)
+        few = prompts[: asked.rounds]
+        counts = _counts(model, local, few, setting)
         progress.line("measure decode steps")
         costs = measure_decode(
             model.run, here, processes=1, threads=torch.get_num_threads(), seconds=asked.decode_seconds
         )
-        timings = timing.time_all(
-            model,
-            local,
-            prompts,
-            setting,
-            rounds=asked.rounds,
-            others=_transformers(model, here, setting, prompts[0], asked.batches, progress),
-            progress=progress,
-        )
+        others = _transformers(model, here, setting, prompts[0], asked.batches, progress)
+        with _pipeline(folder, asked, here, setting) as (pipeline, threads):
+            if pipeline is not None:
+                progress.line(f"start {asked.pipeline_size} pipeline stages")
+                for threshold in thresholds:
+                    counts["pipeline", threshold] = timing.count_pipeline(
+                        pipeline, model, threshold, few, setting
+                    )
+                    run = timing.pipeline_times(pipeline, threshold, threads, setting)
+                    others += [(Contender("pipeline", batch, threshold), run) for batch in asked.batches]
+            progress.line(f"{asked.rounds} rounds")
+            timings = timing.time_all(
+                model, local, prompts, setting, rounds=asked.rounds, others=others, progress=progress
+            )
         hardware = {
             "device": device_fingerprint(here.device),
             "software": software(),
             "threads": torch.get_num_threads(),
             "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         }
-    predictor = Predictor(plan, _with_decode(known, costs))
+    predictor = Predictor(plan, _with_decode(known, costs), asked.pipeline_size)
     runs = []
     for one, took in timings.items():
         counted = counts.get((one.mode, one.threshold))
@@ -123,6 +133,7 @@ def bench_decode(
             "new_tokens": setting.new_tokens,
             "rounds": asked.rounds,
             "recompute_limit": setting.recompute_limit,
+            "pipeline_size": asked.pipeline_size,
             "profile": str(costs_path) if costs_path is not None else None,
         },
         "runs": runs,
@@ -162,6 +173,29 @@ def _counts(
         for mode in MODES
         if mode == name
     }
+
+
+@contextlib.contextmanager
+def _pipeline(
+    folder: Path, asked: Asked, here: Backend, setting: timing.Setting
+) -> Iterator[tuple[PipelineEngine | None, int]]:
+    """Pipeline stages for the body, and this process's threads meanwhile; on CPU only."""
+    if asked.pipeline_size == 1 or here.is_cuda:
+        yield None, 1
+        return
+    threads = torch.get_num_threads()
+    engine = PipelineEngine(
+        folder,
+        pipeline_size=asked.pipeline_size,
+        vocab_size=setting.vocab_size,
+        max_running=max(asked.batches),
+    )
+    stage_threads = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield engine, stage_threads
+    finally:
+        engine.close()
 
 
 def _transformers(
