@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from campaigns.figures import prediction_figure
 from campaigns.places import REPORTS, work_folder
-from campaigns.predictions import GROUPS, compare, failures, run_campaign, summarize
+from campaigns.predictions import GROUPS, compare, failures, is_disturbed, run_campaign, summarize
 
 from eeplan.report.style import png
 
@@ -48,6 +48,13 @@ def test_inaccurate_predictions_fail(results: list[dict[str, Any]], what: str) -
     assert any(failure.startswith(what) for failure in failures(summarize(results)))
 
 
+def test_disturbed_runs_are_told_by_their_own_times() -> None:
+    even = {"core_share": [0.96, 0.99], "iteration_times_s": [1.0, 1.02, 1.0, 1.05, 1.9]}
+    assert not is_disturbed(even)
+    assert is_disturbed(even | {"core_share": [0.96, 0.8]})
+    assert is_disturbed(even | {"iteration_times_s": [1.0, 1.0, 1.1, 1.4, 1.5]})
+
+
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_24_runs_take_the_time_and_memory_that_were_predicted() -> None:
@@ -55,7 +62,7 @@ def test_24_runs_take_the_time_and_memory_that_were_predicted() -> None:
     folder = work_folder("predictions")
     results = run_campaign(folder)
     summary = summarize(results)
-    measured = json.loads((folder / results[0]["run"] / "measured.json").read_text())
+    measured = json.loads((folder / f"{results[0]['run']}.measured-1.json").read_text())
     device = measured["device"]
     about = {"device": device, "software": measured["software"], "summary": summary, "runs": results}
     (REPORTS / "predictions.json").write_text(json.dumps(about, indent=1) + "\n")
