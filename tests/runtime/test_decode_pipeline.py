@@ -63,16 +63,32 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stored]:
         yield Stored(folder, run, model, params)
 
 
+class Engines(dict[int, PipelineEngine]):
+    """By number of stages; started when first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def __missing__(self, size: int) -> PipelineEngine:
+        self[size] = PipelineEngine(self.folder, pipeline_size=size)
+        return self[size]
+
+
 @pytest.fixture(scope="module")
-def engines(stored: Stored) -> Iterator[dict[int, PipelineEngine]]:
-    made = {size: PipelineEngine(stored.folder, pipeline_size=size) for size in (1, 2, 4)}
+def engines(stored: Stored) -> Iterator[Engines]:
+    made = Engines(stored.folder)
     yield made
     for engine in made.values():
         engine.close()
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_oracles_tokens(stored: Stored, engines: dict[int, PipelineEngine], size: int) -> None:
+SIZES = [1, 2, pytest.param(4, marks=pytest.mark.long)]
+"""Four processes take their time to start."""
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_oracles_tokens(stored: Stored, engines: Engines, size: int) -> None:
     for threshold, mode in ((0.5, "pipeline"), (0.0, "pipeline"), (1.0, "pipeline"), (0.5, "full")):
         request = Request(PROMPT, generate_options(threshold=threshold, max_new_tokens=99, mode=mode))
         found = play(engines[size], [request])[0]
@@ -89,10 +105,8 @@ def test_the_oracles_tokens(stored: Stored, engines: dict[int, PipelineEngine], 
             assert len({emission.exit for emission in found}) == (5 if mode == "pipeline" else 1)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_batch_gives_each_the_tokens_it_gets_alone(
-    stored: Stored, engines: dict[int, PipelineEngine], size: int
-) -> None:
+@pytest.mark.parametrize("size", SIZES)
+def test_a_batch_gives_each_the_tokens_it_gets_alone(stored: Stored, engines: Engines, size: int) -> None:
     """Equal in every bit, and those of mode full also to one process's."""
     rng = random.Random(size)
     for batch in (1, 2, 5, 8):
@@ -105,7 +119,7 @@ def test_a_batch_gives_each_the_tokens_it_gets_alone(
                 assert play(LocalEngine(stored.model), [request])[0] == tokens
 
 
-def test_every_entry_is_filled_on_the_first_stage(stored: Stored, engines: dict[int, PipelineEngine]) -> None:
+def test_every_entry_is_filled_on_the_first_stage(stored: Stored, engines: Engines) -> None:
     engine = engines[1]
     number = engine.submit(
         Request(PROMPT, generate_options(threshold=0.0, max_new_tokens=10, mode="pipeline"))
@@ -120,7 +134,7 @@ def test_every_entry_is_filled_on_the_first_stage(stored: Stored, engines: dict[
     assert (engine.running, engine.kv_bytes) == (0, 0)
 
 
-def test_a_token_that_left_does_not_wait_for_later_stages(engines: dict[int, PipelineEngine]) -> None:
+def test_a_token_that_left_does_not_wait_for_later_stages(engines: Engines) -> None:
     """With the second stage stopped, tokens that leave on the first keep coming."""
     engine = engines[2]
     number = engine.submit(
@@ -136,7 +150,7 @@ def test_a_token_that_left_does_not_wait_for_later_stages(engines: dict[int, Pip
     assert number == events[0].request
 
 
-def test_cancelled_sequences_are_forgotten(engines: dict[int, PipelineEngine]) -> None:
+def test_cancelled_sequences_are_forgotten(engines: Engines) -> None:
     engine = engines[2]
     options = generate_options(threshold=0.5, max_new_tokens=99, mode="pipeline")
     numbers = [engine.submit(Request(PROMPT, options)) for _ in range(3)]
@@ -155,14 +169,14 @@ def test_cancelled_sequences_are_forgotten(engines: dict[int, PipelineEngine]) -
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_stage_that_dies_is_named_and_nothing_hangs(stored: Stored, number: signal.Signals) -> None:
-    engine = PipelineEngine(stored.folder, pipeline_size=3)
+    engine = PipelineEngine(stored.folder, pipeline_size=2)
     processes = engine.processes
     engine.submit(Request(PROMPT, generate_options(threshold=1.0, max_new_tokens=9, mode="pipeline")))
     engine.step()
-    os.kill(processes[1], number)
+    os.kill(processes[0], number)
     begin_s = time.monotonic()
     with pytest.raises(
-        DecodeError, match=f"stage 3 .process {processes[1]}. was killed by signal {int(number)}"
+        DecodeError, match=f"stage 2 .process {processes[0]}. was killed by signal {int(number)}"
     ):
         run_on(engine)
     assert time.monotonic() - begin_s < 20
@@ -170,6 +184,7 @@ def test_a_stage_that_dies_is_named_and_nothing_hangs(stored: Stored, number: si
     assert not any(Path(f"/proc/{pid}").exists() for pid in processes)
 
 
+@pytest.mark.long
 def test_a_stage_that_hangs_is_given_up(stored: Stored) -> None:
     engine = PipelineEngine(stored.folder, pipeline_size=2, timeout_s=1.0)
     engine.submit(Request(PROMPT, generate_options(threshold=1.0, max_new_tokens=9, mode="pipeline")))
@@ -179,7 +194,7 @@ def test_a_stage_that_hangs_is_given_up(stored: Stored) -> None:
     assert engine.processes == ()
 
 
-def test_what_stages_refuse(stored: Stored, engines: dict[int, PipelineEngine]) -> None:
+def test_what_stages_refuse(stored: Stored, engines: Engines) -> None:
     with pytest.raises(DecodeError, match="expected 1 to 5, the number of the model's layers"):
         PipelineEngine(stored.folder, pipeline_size=6)
     for mode in ("catch_up", "self_speculative"):
@@ -228,7 +243,7 @@ def test_rotary_angles_are_megatrons(stored: Stored) -> None:
     assert not torch.equal(rotary_angles(other, SEQ_LENGTH), stored.model.rotary(SEQ_LENGTH))
 
 
-def test_an_end_token_ends_a_sequence(engines: dict[int, PipelineEngine]) -> None:
+def test_an_end_token_ends_a_sequence(engines: Engines) -> None:
     request = Request(PROMPT, generate_options(threshold=0.5, max_new_tokens=12, mode="pipeline"))
     plain = [emission.token for emission in play(engines[2], [request])[0]]
     end = plain[5]
