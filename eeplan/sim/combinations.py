@@ -13,6 +13,7 @@ from eeplan.profile import OpProfile
 from eeplan.sim import explain
 from eeplan.sim.choice import Choice, wanted_kinds
 from eeplan.sim.costs import CostModel, cost_model
+from eeplan.sim.decode_process import Exit, decode_process
 from eeplan.sim.layout import layout_of
 from eeplan.sim.search import Budgets, Candidate
 from eeplan.spec import RunSpec, replace_keys
@@ -167,6 +168,9 @@ def _closing(run: RunSpec, changes: Mapping[str, Any]) -> dict[str, Any]:
 def _judged(changes: Mapping[str, Any], run: RunSpec, profile: OpProfile) -> Combination:
     try:
         model = cost_model(run, profile, layout_of(run), wanted_kinds(run.exits))
+        if run.exits.objective == "decode_speed_up" and run.exits.count and profile.decode:
+            # What a check of this kind costs must be known, too.
+            decode_process(profile, model.layout, (Exit(1, run.exits.head_kind),), run.decode.mode)
     except ProfileError as error:
         return Combination(changes, None, error)
     return Combination(changes, model, None)

@@ -149,6 +149,18 @@ def test_an_open_head_for_decoding_takes_the_cheapest_check() -> None:
     assert plan.exits[0].head == "norm"
 
 
+def test_a_kind_whose_check_was_not_measured_is_not_judged() -> None:
+    run = make_run(exits={"count": 1, "objective": "decode_speed_up", "head": ["norm", "mlp"]})
+    profile = with_decode_costs(make_profile(run))
+    decode = tuple(
+        costs.model_copy(update={"ops": tuple(op for op in costs.ops if op.op != "exit_norm")})
+        for costs in profile.decode
+    )
+    plan = make_plan(run, profile.model_copy(update={"decode": decode}))
+    assert plan.exits[0].head == "mlp"
+    assert "head norm not judged: " in decision(plan, "head").rejected
+
+
 def test_a_run_of_which_nothing_can_be_judged_says_why() -> None:
     run = open_run()
     run = replace_keys(run, {"search.pipeline_model_parallel_size": [3, 5], "search.micro_batch_size": []})

@@ -39,7 +39,7 @@ def memory_of(refusal: PlanInfeasible) -> int:
     return int(found[0])
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(st.integers(1, 3), st.sampled_from(["uniform", "auto"]), st.floats(0.2, 0.999), st.integers(0, 99))
 def test_every_remedy_works_and_is_the_smallest_of_its_kind(
     exits: int, split: str, share: float, seed: int
