@@ -70,7 +70,9 @@ def headroom_sentences(plan: Plan) -> tuple[str, ...]:
             f"{_others(hidden, index)}."
         )
     if not sentences:
-        sentences.append("Every stage's time counts for every microbatch: none can take more without delay.")
+        sentences.append(
+            "No stage has room: whatever one takes longer per microbatch shows more than once an iteration."
+        )
     return tuple(sentences)
 
 
