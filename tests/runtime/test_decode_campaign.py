@@ -44,6 +44,7 @@ DRAFTED = 5_000 // DRAFTING_MODELS
 NEW = 5
 DRAWS = 50_000
 ROUNDS = 20
+PROCESS_MODELS = 3
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(7200)]
 
@@ -204,7 +205,7 @@ def test_real_processes(
     one_process: backend.Backend, evidence: dict[str, Any], tmp_path: Path, size: int
 ) -> None:
     counts: Counter[str] = Counter()
-    for seed in range(3):
+    for seed in range(PROCESS_MODELS):
         rng = random.Random(1000 * size + seed)
         folder = tmp_path / str(seed)
         folder.mkdir()
@@ -253,7 +254,7 @@ def test_five_thousand_drafted_prompts(one_process: backend.Backend, evidence: d
             compare(found, pairs, counts, "self_speculative")
             counts["accepted drafts"] += sum(token.was_draft for tokens in found for token in tokens)
             done += batch
-    assert counts["pairs, self_speculative"] == 5_000
+    assert counts["pairs, self_speculative"] == DRAFTING_MODELS * DRAFTED
     assert counts["accepted drafts"] > 0
     evidence["self_speculative greedy against the full model"] = dict(counts)
 
