@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from builders import make_plan, run_document
 from oracles import reference_gpt as gpt
-from parallel_worker import Outcome, Work, run_case, text_of
+from parallel_worker import Outcome, Work, layout_of, run_case, text_of
 
 from eeplan.runtime.backend import Backend, start, stop
 from eeplan.runtime.checkpoint_state import whole_state
@@ -172,13 +172,15 @@ def _write_seed(folder: Path, case: Case, here: Backend) -> str:
 
 
 def run_on_ranks(cases: Sequence[Work], nproc: int) -> list[Outcome]:
-    """All cases in one process group of ``nproc`` ranks."""
+    """All cases in one process group of ``nproc`` ranks; those of one layout after each other."""
+    order = sorted(range(len(cases)), key=lambda i: layout_of(cases[i].plan))
     here = Path(__file__).parent
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        torch.save(list(cases), Path(folder) / "cases.pt")
+        torch.save([cases[i] for i in order], Path(folder) / "cases.pt")
         patch.setenv("PYTHONPATH", f"{here}{os.pathsep}{here.parent}")
         launch("parallel_worker", [folder], nproc=nproc, threads_per_process=1)
-        return [Outcome(**one) for one in torch.load(Path(folder) / "out.pt")]
+        found = [Outcome(**one) for one in torch.load(Path(folder) / "out.pt")]
+    return [outcome for _, outcome in sorted(zip(order, found, strict=True), key=lambda pair: pair[0])]
 
 
 def run_here(cases: Sequence[Work]) -> list[Outcome]:

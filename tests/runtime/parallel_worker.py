@@ -71,12 +71,16 @@ def text_of(run: RunSpec, iteration: int, count: int) -> dict[str, Tensor]:
     return {"tokens": tokens, "labels": tokens.roll(-1, dims=-1), "loss_mask": mask}
 
 
+def layout_of(plan: Plan) -> tuple[int, int]:
+    """Tensor- and pipeline-parallel sizes."""
+    parallel = plan.run.parallel
+    return parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+
+
 def run_case(work: Work) -> Outcome:
     """Train; collective over all ranks."""
-    parallel = work.plan.run.parallel
-    layout = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
     # Many groups of many ranks take longer to make than a small model takes to train.
-    if parallel_state.model_parallel_is_initialized() and layout != (
+    if parallel_state.model_parallel_is_initialized() and layout_of(work.plan) != (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
     ):
