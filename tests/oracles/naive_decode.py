@@ -63,12 +63,15 @@ def decode(
     pick: Callable[[Tensor], int] = greedy,
     measure: str = "max_probability",
     first_early_token: int = 0,
+    candidates: int = 0,
 ) -> list[NaiveToken]:
     """Generate tokens after ``prompt``.
 
     Args:
         threshold: of every early exit, or by name; exits without one are not used.
         pick: chooses from the logits of the emitting exit.
+        candidates: before an exit's full head, look at so many likeliest tokens of the last exit whose full
+            head was looked at; a token that is not confident among them stays. 0 looks at the full head.
     """
     text, result = list(prompt), []
     for index in range(max_new_tokens):
@@ -80,6 +83,9 @@ def decode(
             name: threshold.get(name, 1.0) if isinstance(threshold, Mapping) else threshold for name in last
         }
         confident = [name for name in last if due[name] < 1 and confidences[name] >= due[name]]
+        if candidates:
+            held_back = refused(last, confidences, due, MEASURES[measure], candidates)
+            confident = [name for name in confident if name not in held_back]
         early = [name for name in confident if name != "final" and index >= first_early_token]
         name = (early or ["final"])[0]
         token = pick(last[name])
@@ -87,3 +93,24 @@ def decode(
         result.append(NaiveToken(token, name, confidences[name], logprob))
         text.append(result[-1].token)
     return result
+
+
+def refused(
+    last: Mapping[str, Tensor],
+    confidences: Mapping[str, float],
+    due: Mapping[str, float],
+    measure: Callable[[Tensor], float],
+    candidates: int,
+) -> set[str]:
+    """Exits at which a token stays because of the candidates, up to the first where it leaves."""
+    found, shortlist = set(), None
+    for name, logits_V in last.items():
+        if name == "final" or due[name] >= 1:
+            continue
+        if shortlist is not None and measure(logits_V[shortlist]) < due[name]:
+            found.add(name)
+            continue
+        shortlist = logits_V.topk(min(candidates, len(logits_V))).indices
+        if confidences[name] >= due[name]:
+            break
+    return found

@@ -13,7 +13,7 @@ from eeplan.runtime.decode.modes import (
     check_recompute_limit,
     decode_mode,
 )
-from eeplan.runtime.decode.policy import ExitPolicy, exit_policy
+from eeplan.runtime.decode.policy import ExitPolicy, candidates_of, exit_policy
 from eeplan.runtime.decode.sampling import Sampling, sampling
 
 
@@ -46,6 +46,10 @@ def generate_options(
     seed: int = 1,
     recompute_limit: int = DEFAULT_LIMIT,
     top_logprobs: int = 0,
+    candidates: int = 0,
+    candidate_source: str = "previous_exit",
+    frequent_tokens: Sequence[int] = (),
+    measure_candidates: bool = False,
 ) -> GenerateOptions:
     """Check what a user asks for.
 
@@ -62,6 +66,10 @@ def generate_options(
         repetition_penalty: above 1 makes tokens less likely that are there already.
         recompute_limit: most tokens whose deep keys and values may be missing, drafts included.
         top_logprobs: how many likeliest tokens to list with each emitted one.
+        candidates: tokens on the shortlist that is looked at before an exit's full head; 0 for none.
+        candidate_source: one of ``CANDIDATE_SOURCES``.
+        frequent_tokens: for source ``frequent``, most frequent first.
+        measure_candidates: run the full head as well and count where it disagrees.
 
     Raises:
         DecodeError: an option is out of range.
@@ -75,7 +83,13 @@ def generate_options(
     check_recompute_limit(recompute_limit)
     return GenerateOptions(
         mode=decode_mode(mode),
-        policy=exit_policy(threshold, confidence, exits, first_early_token),
+        policy=exit_policy(
+            threshold,
+            confidence,
+            exits,
+            first_early_token,
+            candidates_of(candidates, candidate_source, frequent_tokens, measure_candidates),
+        ),
         sampling=sampling(temperature, top_k, top_p, repetition_penalty),
         max_new_tokens=max_new_tokens,
         seed=seed,
