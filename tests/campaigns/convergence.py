@@ -209,8 +209,9 @@ def write_verdict(out: Path, folder: Path, curves: Sequence[Curve]) -> dict[str,
     about["wall_s"] = [one["wall_s"] for one in measured]
     (out / "verdict.json").write_text(json.dumps(verdict | about, indent=1) + "\n")
     caption = (
-        f"{run.model.num_layers} layers, hidden {run.model.hidden_size}; {tokens / 1e6:.2f} M tokens a run of "
-        f"{corpus['bytes'] / 1e6:.0f} MB; 3 seeds. Final exit {verdict['ratio'] - 1:+.1%} against no exits."
+        f"{run.model.num_layers} layers, hidden {run.model.hidden_size}; {tokens / 1e6:.2f} M tokens a run "
+        f"of {corpus['bytes'] / 1e6:.0f} MB; 3 seeds. Final exit "
+        f"{verdict['ratio'] - 1:+.1%} against no exits."
     )
     (out / "curves.png").write_bytes(png(convergence_figure(curves, caption)))
     return verdict
