@@ -54,8 +54,8 @@ class ParallelSpec(Model):
         tp, per_node = self.tensor_model_parallel_size, self.gpus_per_node
         if per_node is not None and per_node % tp:
             raise ValueError(
-                f"gpus_per_node {per_node} is not divisible by tensor_model_parallel_size {tp}; its ranks must "
-                "share a node"
+                f"gpus_per_node {per_node} is not divisible by tensor_model_parallel_size {tp}; its ranks "
+                "must share a node"
             )
         return self
 
