@@ -18,8 +18,9 @@ from eeplan.cli import main
 from eeplan.errors import EeplanError
 
 SURFACE = {
-    "profile": {"run", "--output", "-o", "--json"},
+    "profile": {"run", "--output", "-o", "--micro-batch-sizes", "--json"},
     "plan": {"run", "--profile", "--output", "-o", "--usage", "--json"},
+    "pareto": {"run", "--profile", "--output", "-o", "--usage", "--pick", "--plan", "--json"},
     "simulate": {"plan", "--trace", "--ascii", "--width", "--json"},
     "rehearse": {"plan", "--iterations", "--time-scale", "--trace", "--json"},
     "train": {"plan", "--out", "--nproc", "--restart", "--json"},
@@ -59,7 +60,8 @@ SURFACE = {
     "validate sailor": {"--data", "--link-bandwidth", "--link-latency", "--base-bytes", "--json"},
     "import-ops": {
         *("table", "--output", "-o", "--run", "--name", "--device-name", "--device-memory"),
-        *("--link-bandwidth", "--link-latency", "--base-bytes", "--date", "--json"),
+        *("--link-bandwidth", "--link-latency", "--node-link-bandwidth", "--node-link-latency"),
+        *("--base-bytes", "--date", "--json"),
     },
     "flags emit": {"plan", "--for", "--output", "-o", "--json"},
     "flags read": {"script", "--output", "-o", "--define", "--vocab-size", "--json"},

@@ -100,14 +100,14 @@ def test_any_valid_run_survives_its_yaml(microbatches: int, stages: int, lr: flo
         ({"exits__count": 8}, "exits.count is 8; a model of 8 layers has room for 7 early exits"),
         ({"exits__count": "many"}, "input should be 'auto' or a valid integer"),
         ({"exits__count": -1}, "key 'exits.count' has value -1"),
-        ({"exits__head": "conv"}, "input should be 'minimal', 'norm', 'mlp' or 'block'"),
+        ({"exits__head": "conv"}, "expected minimal, norm, mlp, block, auto, or a list of kinds"),
         (
             {"exits__layers": [{"layer": 3, "haed": "norm"}]},
             "unknown key 'exits.layers[0].haed'; did you mean",
         ),
         ({"model__num_layer": 3}, "unknown key 'model.num_layer'; did you mean 'num_layers'?"),
         ({"limits__device_memory_bytes": "8GiB"}, "key 'limits.device_memory_bytes' has value '8GiB'"),
-        ({"training__precision": "fp16"}, "input should be 'fp32' or 'bf16'"),
+        ({"training__precision": "int8"}, "input should be 'fp32', 'bf16' or 'fp16'"),
         ({"schema_version": 2}, "key 'schema_version' has value 2: input should be 1"),
     ],
 )

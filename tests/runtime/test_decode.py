@@ -79,7 +79,7 @@ def oracle(
     return naive_decode.decode(params, run, gpt.requested_exits(run), prompt, threshold, count, **options)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     exits=exit_requests(),
     untied=st.booleans(),

@@ -77,7 +77,7 @@ def full_model(
     return naive_decode.decode(params, run, gpt.requested_exits(run), prompt, 1.0, count)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     data=st.data(),
     exits=exit_requests(min_size=1),

@@ -208,8 +208,10 @@ def test_swapped_labels_show(finished: list[Finished]) -> None:
             for name, found in rank["losses"].items():
                 off = abs(float(found.double() / done.losses[name]) - 1)
                 assert (off > 100 * TOLERANCE) == (pipeline_rank == stage), f"{done.case}: loss of {name}"
+            # On stage 0 the only exit reads the first layer; the final head on stage 1 reads them all.
+            reached = "layers.0." if stage == 0 else "layers."
             for name, gradient in rank["gradients"].items():
-                if pipeline_rank <= stage and "layers" in name:
+                if pipeline_rank <= stage and reached in name:
                     assert difference(gradient, done.gradients[name]) > 100 * TOLERANCE, (
                         f"{done.case}: {name}"
                     )

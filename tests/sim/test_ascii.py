@@ -21,7 +21,9 @@ def test_the_picture_in_the_module() -> None:
 
 @pytest.mark.parametrize("width", [30, 61, 110, 400])
 def test_one_row_a_stage_of_equal_width(width: int) -> None:
-    timeline = simulate(one_f_one_b(12, 30), PipelineCosts((1_000_001,) * 12, (2_000_300,) * 12, 20_000))
+    timeline = simulate(
+        one_f_one_b(12, 30), PipelineCosts((1_000_001,) * 12, (2_000_300,) * 12, (20_000,) * 11)
+    )
     rows = render(timeline, width).splitlines()[:12]
     assert [row[:9] for row in rows] == [f"stage {i:<2} "[:9] for i in range(12)]
     assert {len(row) for row in rows} == {width}

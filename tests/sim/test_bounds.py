@@ -158,7 +158,7 @@ def test_peak_bytes_is_the_engine(
     costs = PipelineCosts(
         (forward,) * len(sizes),
         (backward,) * len(sizes),
-        latency,
+        (latency,) * (len(sizes) - 1),
         static_bytes=static,
         kept_bytes=kept,
         forward_transient_bytes=forward_transient,
