@@ -43,21 +43,26 @@ def convergence_figure(curves: Sequence[Curve], caption: str) -> Figure:
 
 
 def prediction_figure(results: Sequence[dict[str, Any]], caption: str) -> Figure:
-    """Measured against predicted iteration time, and the signed error of each run below."""
+    """Measured against predicted iteration time, and the signed error of each run below.
+
+    Groups have a colour and, as there are more groups than colours, a marker for the first and second half.
+    """
     groups = list(dict.fromkeys(result["group"] for result in results))
     with house_style():
         figure = new_figure(6.4, 4.8, "Iteration time: predicted and measured", caption)
         above, below = figure.subplots(2, 1, height_ratios=(2, 1))
-        colours = exit_colours([*groups[:-1], "final"])
-        for group, colour in zip(groups, colours.values(), strict=True):
+        half = -(-len(groups) // 2)
+        colours = list(exit_colours(groups[:half]).values())
+        for index, group in enumerate(groups):
+            colour, marker = colours[index % half], "os"[index // half]
             mine = [result for result in results if result["group"] == group]
             x = [result["measured_iteration_s"] for result in mine]
             above.plot(
-                x, [result["predicted_iteration_s"] for result in mine], "o", markersize=4.5, color=colour,
+                x, [result["predicted_iteration_s"] for result in mine], marker, markersize=4.5, color=colour,
                 label=group,
             )  # fmt: skip
             below.plot(
-                x, [100 * result["iteration_error"] for result in mine], "o", markersize=4, color=colour
+                x, [100 * result["iteration_error"] for result in mine], marker, markersize=4, color=colour
             )
         ends = [f([r["measured_iteration_s"] for r in results]) for f in (min, max)]
         above.plot(ends, ends, color=MUTED, linewidth=0.8, zorder=1)
@@ -65,6 +70,10 @@ def prediction_figure(results: Sequence[dict[str, Any]], caption: str) -> Figure
             axes.set_xscale("log")
             axes.grid(axis="y")
         above.set_yscale("log")
+        for axis in (above.xaxis, above.yaxis, below.xaxis):
+            axis.set_major_locator(LogLocator(base=10, subs=(1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8)))
+            axis.set_major_formatter(ScalarFormatter())
+            axis.set_minor_formatter(NullFormatter())
         above.set_ylabel("predicted (s)")
         above.legend(fontsize=6.5, ncols=2)
         below.axhline(0, color=MUTED, linewidth=0.8)
