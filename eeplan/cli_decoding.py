@@ -11,14 +11,14 @@ from typing import Annotated
 
 import typer
 
-from eeplan.cli_output import Json, print_json, print_result, work
+from eeplan.cli_output import Checkpoint, Json, PipelineSize, TensorSize, print_json, print_result, work
 
 app = typer.Typer(rich_markup_mode=None)
 
 
 @app.command()
 def generate(
-    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Checkpoint folder of a run.")],
+    checkpoint: Checkpoint,
     prompt: Annotated[str, typer.Option("--prompt", help="Text to continue.")],
     threshold: Annotated[
         list[str] | None,
@@ -64,12 +64,8 @@ def generate(
     compare_full: Annotated[
         bool, typer.Option("--compare-full", help="Also run the full model, and say how much slower it is.")
     ] = False,
-    pipeline_size: Annotated[
-        int, typer.Option("--pipeline-size", min=1, help="Stages, each in a process of its own.")
-    ] = 1,
-    tensor_size: Annotated[
-        int, typer.Option("--tensor-size", min=1, help="Processes that share each stage.")
-    ] = 1,
+    pipeline_size: PipelineSize = 1,
+    tensor_size: TensorSize = 1,
     as_json: Json = False,
 ) -> None:
     """Continue a prompt and show the exit of every token."""
@@ -112,7 +108,7 @@ def generate(
 
 @app.command()
 def evaluate(
-    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Checkpoint folder of a run.")],
+    checkpoint: Checkpoint,
     data: Annotated[
         Path,
         typer.Option("--data", metavar="PREFIX|FILE", help="Dataset, or a text or .jsonl file, to judge on."),

@@ -17,6 +17,11 @@ from eeplan.errors import SpecError
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, alone on stdout.")]
 RunFile = Annotated[Path, typer.Argument(metavar="RUN", help="Run file (run.yaml).")]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="Plan file (plan.yaml).")]
+Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Checkpoint folder of a run.")]
+PipelineSize = Annotated[
+    int, typer.Option("--pipeline-size", min=1, help="Stages, each in a process of its own.")
+]
+TensorSize = Annotated[int, typer.Option("--tensor-size", min=1, help="Processes that share each stage.")]
 
 
 @contextlib.contextmanager

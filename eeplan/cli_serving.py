@@ -10,10 +10,9 @@ from typing import Annotated
 
 import typer
 
-from eeplan.cli_output import Json, print_result, work
+from eeplan.cli_output import Checkpoint, Json, PipelineSize, TensorSize, print_result, work
 
 app = typer.Typer(rich_markup_mode=None)
-Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Checkpoint folder of a run.")]
 
 
 @app.command()
@@ -89,12 +88,8 @@ def serve(
         str | None,
         typer.Option("--mode", help="Of requests that name none; catch_up or pipeline if absent."),
     ] = None,
-    pipeline_size: Annotated[
-        int, typer.Option("--pipeline-size", min=1, help="Stages, each in a process of its own.")
-    ] = 1,
-    tensor_size: Annotated[
-        int, typer.Option("--tensor-size", min=1, help="Processes that share each stage.")
-    ] = 1,
+    pipeline_size: PipelineSize = 1,
+    tensor_size: TensorSize = 1,
     name: Annotated[
         str | None, typer.Option("--model-name", help="As clients call it; the run's name by default.")
     ] = None,
@@ -186,12 +181,8 @@ def chat(
     temperature: Annotated[float, typer.Option("--temperature", help="0 takes the likeliest token.")] = 0.7,
     top_p: Annotated[float, typer.Option("--top-p", help="See generate.")] = 0.0,
     seed: Annotated[int, typer.Option("--seed", help="Of the drawing.")] = 1,
-    pipeline_size: Annotated[
-        int, typer.Option("--pipeline-size", min=1, help="Stages, each in a process of its own.")
-    ] = 1,
-    tensor_size: Annotated[
-        int, typer.Option("--tensor-size", min=1, help="Processes that share each stage.")
-    ] = 1,
+    pipeline_size: PipelineSize = 1,
+    tensor_size: TensorSize = 1,
 ) -> None:
     """Talk with a model, every token in the colour of its exit."""
     import sys

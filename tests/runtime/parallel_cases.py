@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from builders import make_plan, run_document
+from four_layers import four_layers
 from oracles import reference_gpt as gpt
 from parallel_worker import Outcome, Work, layout_of, run_case, text_of
 
@@ -84,16 +85,7 @@ class Case:
         clip = self.clip_grad if self.clip_grad is not None else 0.0 if untied else 0.5
         policy = {"warmup": self.fill[0], "cooldown": self.fill[1]} if self.fill else "none"
         return run_document(
-            model={
-                "num_layers": 4,
-                "hidden_size": 32,
-                "num_attention_heads": 4,
-                "num_query_groups": 2,
-                "vocab_size": 120,
-                "make_vocab_size_divisible_by": 64,
-                "untie_embeddings_and_output_weights": untied,
-                "init_method_std": 0.1,
-            },
+            model=four_layers(untied=untied) | {"init_method_std": 0.1},
             parallel={
                 "pipeline_model_parallel_size": self.pipeline,
                 "tensor_model_parallel_size": self.tensor,

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from builders import make_plan, run_document
+from four_layers import EXITS, four_layers
 from oracles import reference_gpt as gpt
 from torch import Tensor
 
@@ -24,13 +25,6 @@ from eeplan.spec import RunSpec
 
 TOLERANCE = 1e-5
 """Relative, in fp32 against float64; per parameter, in the Euclidean norm."""
-
-EXITS: list[dict[str, Any]] = [
-    {"layer": 1, "boundary": "after", "head": "minimal"},
-    {"layer": 3, "boundary": "before", "head": "norm", "tied": False},
-    {"layer": 3, "boundary": "after", "head": "mlp"},
-    {"layer": 4, "boundary": "before", "head": "block"},
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +48,7 @@ class Case:
     def run(self) -> dict[str, Any]:
         policy = "none" if self.fill is None else {"warmup": self.fill[0], "cooldown": self.fill[1]}
         return run_document(
-            model={
-                "num_layers": 4,
-                "hidden_size": 32,
-                "num_attention_heads": 4,
-                "num_query_groups": 2,
-                "vocab_size": 120,
-                "make_vocab_size_divisible_by": 64,
-                "untie_embeddings_and_output_weights": self.untied,
-            },
+            model=four_layers(untied=self.untied),
             parallel={
                 "pipeline_model_parallel_size": self.pipeline,
                 "data_parallel_size": self.data,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from builders import run_document
+from four_layers import EXITS, four_layers
 from oracles import reference_gpt as reference
 
 from eeplan.runtime.launch import launch
@@ -17,14 +18,6 @@ from eeplan.spec import RunSpec
 
 TOLERANCE = 1e-5
 """Relative, in fp32 against a float64 reference; per parameter, in the Euclidean norm."""
-
-FIRST_MIDDLE_LAST: list[dict[str, Any]] = [
-    {"layer": 1, "boundary": "after", "head": "minimal"},
-    {"layer": 3, "boundary": "before", "head": "norm", "tied": False},
-    {"layer": 3, "boundary": "after", "head": "mlp"},
-    {"layer": 4, "boundary": "before", "head": "block"},
-]
-"""Depths 1, 2, 3 and 3 cannot all be used at once; cases pick from them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +47,7 @@ class Case:
 
     def document(self) -> dict[str, Any]:
         return run_document(
-            model={
-                "num_layers": 4,
-                "hidden_size": 32,
-                "num_attention_heads": 4,
-                "num_query_groups": 2,
-                "vocab_size": 120,
-                "make_vocab_size_divisible_by": 64,
-                "untie_embeddings_and_output_weights": self.untied,
-            },
+            model=four_layers(untied=self.untied),
             parallel={
                 "pipeline_model_parallel_size": self.pipeline,
                 "tensor_model_parallel_size": self.tensor,
@@ -79,7 +64,7 @@ class Case:
                 "train_iters": 1,
             },
             exits={
-                "layers": [FIRST_MIDDLE_LAST[i] for i in self.exits],
+                "layers": [EXITS[i] for i in self.exits],
                 "exit_forward": self.exit_forward,
             },
         )
