@@ -13,7 +13,7 @@ test: $(VENV)/ready lint
 	$(BIN)/pytest -n 2 --dist loadfile
 
 test-long: $(VENV)/ready
-	$(BIN)/pytest -m long
+	$(BIN)/pytest -m 'long or not long' --hypothesis-profile fresh
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Measured data of others: not part of the project, looked for beside it."""
+"""What all tests share: how properties draw their examples, and where the measured data of others lies."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# `make test` gives the same answer everywhere; `make test-long` draws examples that nobody has seen.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("fresh", deadline=None, print_blob=True)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session")
 def validation_data() -> Path:
-    """Folder with the measured data; tests that need it are skipped without."""
+    """Folder with the measured data, no part of the project; tests that need it are skipped without."""
     beside = Path(__file__).resolve().parents[2] / "shared" / "validation"
     folder = Path(os.environ.get("EEPLAN_VALIDATION_DATA", beside))
     if not (folder / "table1.json").is_file():

@@ -35,9 +35,9 @@ def max_probability(logits_V: Tensor) -> float:
 
 
 def margin(logits_V: Tensor) -> float:
-    """Distance between the two largest probabilities."""
-    first, second = logits_V.softmax(-1).sort(descending=True).values[:2]
-    return float(first - second)
+    """Distance between the two largest probabilities; one token alone has no rival."""
+    first, *rest = logits_V.softmax(-1).sort(descending=True).values[:2]
+    return float(first - sum(rest))
 
 
 def entropy(logits_V: Tensor) -> float:

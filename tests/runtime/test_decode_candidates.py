@@ -13,7 +13,7 @@ import torch
 from decode_chain import chained
 from decode_models import ALL_HEADS, SEQ_LENGTH, build, differences, exit_requests, small_run
 from decode_requests import play
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracles import naive_decode
 from oracles import reference_gpt as gpt
@@ -55,6 +55,13 @@ def test_candidates_bound_the_confidence_if_the_likeliest_is_among_them(
 
 
 @settings(max_examples=20, deadline=None)
+@example(
+    exits=[{"layer": 1, "head": "minimal", "tied": False}, {"layer": 2, "head": "minimal", "tied": False}],
+    threshold=0.1,
+    number=1,
+    kind="margin",
+    seed=1,
+)
 @given(
     exits=exit_requests(min_size=2),
     threshold=st.sampled_from([0.1, 0.3, 0.5, 0.7]),
