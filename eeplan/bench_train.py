@@ -19,7 +19,7 @@ from eeplan.schema import write_yaml
 from eeplan.spec import DataSpec, ExitsSpec, ModelSpec, ParallelSpec, RunSpec, TrainingSpec, load_run
 
 STAGES = (1, 2)
-ROUNDS = 25
+ROUNDS = 24
 NUM_EXITS = 2
 WORKER = "eeplan.runtime.benches.train_worker"
 

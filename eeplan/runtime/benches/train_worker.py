@@ -1,13 +1,14 @@
 """One rank of ``eeplan bench train``: the same iterations by our executor and by megatron-core's schedule.
 
-Every round runs each contender once, in an order that rotates, so that whatever else the machine does meets
-all of them alike. An iteration here is forward, backward and gradient synchronisation; reading data and the
+Every round runs each contender once; six rounds go through all orders, so that whatever else the machine
+does, and what a contender leaves in caches and in the allocator, meets all of them alike. An iteration here is forward, backward and gradient synchronisation; reading data and the
 optimizer step are the same code in both and left out.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import sys
 import time
@@ -48,9 +49,9 @@ def main(folder: Path, rounds: int) -> None:
     gc.collect()
     gc.disable()
     times: dict[str, list[float]] = {name: [] for name in contenders}
+    orders = list(itertools.permutations(contenders))
     for index in range(WARM_UP_ROUNDS + rounds):
-        order = list(contenders)
-        for name in order[index % 3 :] + order[: index % 3]:
+        for name in orders[index % len(orders)]:
             times[name].append(_timed(contenders[name]))
         gc.collect()
     if dist.get_rank() == 0:
