@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -264,13 +264,6 @@ def build_model(run: RunSpec, stage: StageSpec, backend: Backend) -> EarlyExitGP
     model.to(device=backend.device, dtype=config.params_dtype)
     initialize(model, run)
     return model
-
-
-def loss_of(logits_SBV: Tensor, labels_BS: Tensor, loss_mask_BS: Tensor) -> Tensor:
-    """Mean cross entropy over unmasked tokens (scalar); vocabulary-parallel. Overwrites the logits."""
-    losses_SB = vocab_parallel_cross_entropy(logits_SBV, labels_BS.t().contiguous())
-    mask_SB = loss_mask_BS.t()
-    return (losses_SB * mask_SB).sum() / mask_SB.sum()
 
 
 def initialize(model: EarlyExitGPT, run: RunSpec) -> None:

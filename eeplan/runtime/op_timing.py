@@ -20,8 +20,9 @@ from torch import Tensor
 from eeplan.profile import OpCost, OpName, Timing
 from eeplan.runtime.clock import Clock, Mark
 from eeplan.runtime.dropout import DropoutPlace
+from eeplan.runtime.losses import mean_cross_entropy
 from eeplan.runtime.memory import trace_allocations
-from eeplan.runtime.model import EarlyExitGPT, ExitSpec, StageSpec, loss_of
+from eeplan.runtime.model import EarlyExitGPT, ExitSpec, StageSpec
 from eeplan.runtime.stage import Batch
 from eeplan.spec import HEAD_KINDS, RunSpec
 
@@ -186,7 +187,7 @@ def _chain(model: EarlyExitGPT, batch: Batch) -> list[_Op]:
     place = DropoutPlace(training.seed, iteration=0, data_rank=0, microbatch=0) if drops else None
 
     def loss(logits: Tensor) -> Tensor:
-        return loss_of(logits, batch.labels, batch.loss_mask)
+        return mean_cross_entropy(logits, batch.labels, batch.loss_mask)
 
     def layer(index: int, hidden: Tensor) -> Tensor:
         return model.run_layers(hidden, rotary, index, index + 1, place)

@@ -1,9 +1,8 @@
 """Worker of test_gradients: one iteration of each case on real ranks; rank 0 saves losses and gradients.
 
-Started by torchrun with a file of cases (see ``test_gradients.Case``) and an output file.
+``main`` gets a file of cases (see ``test_gradients.Case``) and an output file.
 """
 
-import sys
 from typing import Any
 
 import torch
@@ -14,8 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from eeplan.runtime.backend import cuda_names_on_cpu, stop
-from eeplan.runtime.launch import die_with_parent
-from eeplan.runtime.model import loss_of
+from eeplan.runtime.losses import mean_cross_entropy
 from eeplan.runtime.setup import Rank, set_up
 from eeplan.runtime.sharding import gather_whole, share_of
 from eeplan.runtime.stage import FINAL, Batch
@@ -70,7 +68,7 @@ class StockStage(torch.nn.Module):
         hidden = model.run_layers(hidden, rotary, stage.first_layer - 1, stage.last_layer)
         if not stage.is_last:
             return hidden
-        return loss_of(model.final_logits(hidden), batch.labels, batch.loss_mask)
+        return mean_cross_entropy(model.final_logits(hidden), batch.labels, batch.loss_mask)
 
 
 def run_stock(rank: Rank, batches: list[Batch]) -> dict[str, Tensor]:
@@ -121,8 +119,6 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
 
 def main(cases_file: str, out_file: str) -> None:
     """Run all cases, gather each on rank 0, save."""
-    die_with_parent()
-    torch.set_num_threads(1)
     results = []
     for case in torch.load(cases_file, weights_only=False):
         mine = run_case(case)
@@ -133,7 +129,3 @@ def main(cases_file: str, out_file: str) -> None:
     if dist.get_rank() == 0:
         torch.save(results, out_file)
     stop()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

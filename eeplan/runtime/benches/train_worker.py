@@ -1,8 +1,9 @@
 """One rank of ``eeplan bench train``: the same iterations by our executor and by megatron-core's schedule.
 
 Every round runs each contender once; six rounds go through all orders, so that whatever else the machine
-does, and what a contender leaves in caches and in the allocator, meets all of them alike. An iteration here is forward, backward and gradient synchronisation; reading data and the
-optimizer step are the same code in both and left out.
+does, and what a contender leaves in caches and in the allocator, meets all of them alike. An iteration here
+is forward, backward and gradient synchronisation; reading data and the optimizer step are the same code in
+both and left out.
 """
 
 from __future__ import annotations
