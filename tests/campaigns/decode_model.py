@@ -1,10 +1,10 @@
 """The model that decoding is timed on: 11.5 million parameters, trained with two exits from the start.
 
-Eight layers on two pipeline stages, a vocabulary of 4,096, the text of ``campaigns.text``; exits after a
-quarter and half of the layers, as in EE-LLM's runs. Every step that is done is not done again::
+Eight layers on two pipeline stages, a vocabulary of 4,096, the text of ``campaigns.text`` in sections; exits
+after a quarter and half of the layers, as in EE-LLM's runs. Every step that is done is not done again::
 
     PYTHONPATH=tests python -m campaigns.decode_model --texts FOLDER --out FOLDER
-    eeplan calibrate FOLDER/run --data FOLDER/data/text --risk 0.02 --confidence 0.95
+    eeplan calibrate FOLDER/run --data FOLDER/data/text --risk 0.05 --confidence 0.95
     eeplan bench decode FOLDER/run --json
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from campaigns.text import read_corpus
+from campaigns.text import read_corpus, sections
 
 from eeplan.console import open_progress
 from eeplan.files import write_bytes
@@ -62,7 +62,7 @@ def decode_model_run(train_iters: int) -> RunSpec:
             lr_warmup_iters=20,
             eval_iters=16,
             log_interval=10,
-            save_interval=50,
+            save_interval=100,
         ),
         data=DataSpec(data_path="data/text", tokenizer="data/text.tokenizer.json"),
         exits=ExitsSpec(layers=(ExitRequest(layer=2), ExitRequest(layer=4))),
@@ -72,8 +72,8 @@ def decode_model_run(train_iters: int) -> RunSpec:
 def train_decode_model(texts: Path, out: Path, train_iters: int) -> None:
     """What ``out`` lacks: ``data``, ``profile.yaml``, ``plan.yaml`` and ``run`` with the profile beside."""
     if not (out / "data/text.json").is_file():
-        corpus = read_corpus(texts)
-        build_from_texts(corpus.texts, out / "data/text", train_bpe(corpus.texts, VOCAB_SIZE))
+        parts = sections(read_corpus(texts).texts)
+        build_from_texts(parts, out / "data/text", train_bpe(parts, VOCAB_SIZE))
     if not (out / "plan.yaml").is_file():
         write_yaml(out / "run.yaml", decode_model_run(train_iters))
         run, run_sha256 = load_run(out / "run.yaml")
@@ -91,7 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="campaigns.decode_model")
     parser.add_argument("--texts", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--train-iters", type=int, default=240)
+    parser.add_argument("--train-iters", type=int, default=600)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     train_decode_model(arguments.texts, arguments.out, arguments.train_iters)

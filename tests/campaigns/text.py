@@ -75,6 +75,15 @@ def read_corpus(folder: Path) -> Corpus:
     return Corpus(tuple(order), tuple(documents[name] for name in order))
 
 
+def sections(texts: tuple[str, ...], size: int = 2_000) -> list[str]:
+    """Parts of about ``size`` characters in a mixed order: many documents, none of which stands for a file.
+
+    What is concluded from a sample of documents, as in calibration, needs many of them.
+    """
+    parts = {part for text in texts for part in _parts(text, size) if part.strip()}
+    return sorted(parts, key=lambda part: hashlib.sha256(part.encode()).hexdigest())
+
+
 def _unpacked(root: Path) -> dict[str, str]:
     """Manual pages in POD, the Jargon File, and one document for each fortune file."""
     found = {}
