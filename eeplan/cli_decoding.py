@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from eeplan import cli_options as options
 from eeplan.cli_output import Checkpoint, Json, PipelineSize, TensorSize, print_json, print_result, work
 
 app = typer.Typer(rich_markup_mode=None)
@@ -19,51 +20,25 @@ app = typer.Typer(rich_markup_mode=None)
 @app.command()
 def generate(
     checkpoint: Checkpoint,
-    prompt: Annotated[str, typer.Option("--prompt", help="Text to continue.")],
-    threshold: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--threshold",
-            help="Leave at the first exit this confident; 1.0 never. Once for all exits, or once for each; "
-            "or 'calibrated', the default where the checkpoint has a certificate.",
-        ),
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 64,
-    mode: Annotated[
-        str | None,
-        typer.Option("--mode", help="full, kv_recompute, catch_up, self_speculative; or pipeline."),
-    ] = None,
-    recompute_limit: Annotated[
-        int,
-        typer.Option("--recompute-limit", help="Most tokens that wait for deep layers, or are drafts."),
-    ] = 8,
-    exits: Annotated[
-        str | None, typer.Option("--exits", metavar="DEPTHS", help="Exits to use, as 2,4; else all.")
-    ] = None,
-    confidence: Annotated[
-        str | None,
-        typer.Option("--confidence", help="max_probability (default), margin or entropy."),
-    ] = None,
-    first_early_token: Annotated[
-        int, typer.Option("--first-early-token", help="So many tokens go through all layers first.")
-    ] = 0,
-    temperature: Annotated[
-        float, typer.Option("--temperature", help="0 takes the likeliest token, more draws more freely.")
-    ] = 0.0,
-    top_k: Annotated[int, typer.Option("--top-k", help="Draw from the k likeliest; 0 from all.")] = 0,
-    top_p: Annotated[
-        float, typer.Option("--top-p", help="Draw from the likeliest that have this probability; 0 from all.")
-    ] = 0.0,
-    repetition_penalty: Annotated[
-        float, typer.Option("--repetition-penalty", help="Above 1 discourages tokens that are there already.")
-    ] = 1.0,
-    seed: Annotated[int, typer.Option("--seed", help="Of the drawing.")] = 1,
-    stop: Annotated[
-        list[str] | None, typer.Option("--stop", help="Text that ends the continuation; may be repeated.")
-    ] = None,
-    compare_full: Annotated[
-        bool, typer.Option("--compare-full", help="Also run the full model, and say how much slower it is.")
-    ] = False,
+    prompt: options.Prompt,
+    threshold: options.Thresholds = None,
+    max_new_tokens: options.MaxNewTokens = 64,
+    mode: options.DecodeMode = None,
+    recompute_limit: options.RecomputeLimit = 8,
+    exits: options.Exits = None,
+    confidence: options.Confidence = None,
+    first_early_token: options.FirstEarlyToken = 0,
+    candidates: options.CandidateNumber = 0,
+    candidate_source: options.CandidateSource = None,
+    frequent_from: options.FrequentFrom = None,
+    measure_candidates: options.MeasureCandidates = False,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    seed: options.Seed = 1,
+    stop: options.Stop = None,
+    compare_full: options.CompareFull = False,
     pipeline_size: PipelineSize = 1,
     tensor_size: TensorSize = 1,
     as_json: Json = False,
@@ -74,8 +49,10 @@ def generate(
 
     # Made before the body, in which stdout is nobody's.
     view = None if as_json else GenerationView(prompt, sys.stdout)
+    drawing = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     with work() as progress:
         require_runtime()
+        from eeplan.runtime.decode.frequent import AskedCandidates
         from eeplan.runtime.serve.continuing import generate as run
 
         result = run(
@@ -87,18 +64,16 @@ def generate(
             mode=mode,
             stop=tuple(stop or ()),
             compare_full=compare_full,
+            candidates=AskedCandidates(candidates, candidate_source, frequent_from, measure_candidates),
             pipeline_size=pipeline_size,
             tensor_size=tensor_size,
             on_token=view.token if view else None,
             say=progress.line,
             max_new_tokens=max_new_tokens,
             first_early_token=first_early_token,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
             repetition_penalty=repetition_penalty,
-            seed=seed,
             recompute_limit=recompute_limit,
+            **drawing,
         )
     if view is None:
         print_json(result)
@@ -109,10 +84,7 @@ def generate(
 @app.command()
 def evaluate(
     checkpoint: Checkpoint,
-    data: Annotated[
-        Path,
-        typer.Option("--data", metavar="PREFIX|FILE", help="Dataset, or a text or .jsonl file, to judge on."),
-    ],
+    data: options.JudgedData,
     usage_out: Annotated[
         Path | None,
         typer.Option("--usage-out", metavar="FILE", help="Usage file to write, for `eeplan plan --usage`."),

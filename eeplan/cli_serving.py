@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from eeplan import cli_options as options
 from eeplan.cli_output import Checkpoint, Json, PipelineSize, TensorSize, print_result, work
 
 app = typer.Typer(rich_markup_mode=None)
@@ -18,10 +19,7 @@ app = typer.Typer(rich_markup_mode=None)
 @app.command()
 def calibrate(
     checkpoint: Checkpoint,
-    data: Annotated[
-        Path,
-        typer.Option("--data", metavar="PREFIX|FILE", help="Dataset, or a text or .jsonl file, to judge on."),
-    ],
+    data: options.JudgedData,
     risk: Annotated[float, typer.Option("--risk", help="Largest expected loss of a new document.")] = 0.02,
     confidence: Annotated[
         float, typer.Option("--confidence", help="Probability that the risk is kept.")
@@ -74,66 +72,46 @@ def calibrate(
 @app.command()
 def serve(
     checkpoint: Checkpoint,
-    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 8000,
-    threshold: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--threshold",
-            help="Default of requests: 'calibrated', one number, or one for each exit. Without: calibrated "
-            "if there is a certificate, else 1.",
-        ),
-    ] = None,
-    mode: Annotated[
-        str | None,
-        typer.Option("--mode", help="Of requests that name none; catch_up or pipeline if absent."),
-    ] = None,
+    host: options.Host = "127.0.0.1",
+    port: options.Port = 8000,
+    threshold: options.Thresholds = None,
+    mode: options.DecodeMode = None,
+    candidates: options.CandidateNumber = 0,
+    candidate_source: options.CandidateSource = None,
+    frequent_from: options.FrequentFrom = None,
+    measure_candidates: options.MeasureCandidates = False,
     pipeline_size: PipelineSize = 1,
     tensor_size: TensorSize = 1,
-    name: Annotated[
-        str | None, typer.Option("--model-name", help="As clients call it; the run's name by default.")
-    ] = None,
-    api_key_file: Annotated[
-        Path | None,
-        typer.Option("--api-key-file", help="File with the key that clients must send; or EEPLAN_API_KEY."),
-    ] = None,
-    max_running: Annotated[int, typer.Option("--max-running", help="Sequences decoded at once.")] = 8,
-    max_waiting: Annotated[int, typer.Option("--max-waiting", help="Sequences that may wait.")] = 64,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="New tokens of one sequence.")] = 4096,
-    max_choices: Annotated[int, typer.Option("--max-choices", help="Sequences of one request.")] = 16,
-    grace: Annotated[
-        float, typer.Option("--grace", help="Seconds that running answers have after SIGTERM.")
-    ] = 30.0,
+    name: options.ModelName = None,
+    api_key_file: options.ApiKeyFile = None,
+    max_running: options.MaxRunning = 8,
+    max_waiting: options.MaxWaiting = 64,
+    max_tokens: options.MaxTokens = 4096,
+    max_choices: options.MaxChoices = 16,
+    grace: options.Grace = 30.0,
 ) -> None:
-    """Serve a checkpoint by OpenAI's protocol, with a page to try it on."""
-    import os
-    import sys
+    """Serve a checkpoint by OpenAI's protocol, with a page to try it on.
 
-    from eeplan.files import read_bytes
+    Threshold, mode and candidates are those of requests that name none.
+    """
     from eeplan.runtime.preflight import require_runtime
 
     with work() as progress:
         require_runtime()
         require_serving()
+        from eeplan.runtime.decode.frequent import AskedCandidates
         from eeplan.runtime.serve.opening import opened, thresholds_sentence
         from eeplan.runtime.serve.server import serve as run
         from eeplan.runtime.serve.settings import LOOPBACK, Limits
 
-        limits = Limits(
-            max_running=max_running,
-            max_waiting=max_waiting,
-            max_tokens=max_tokens,
-            max_choices=max_choices,
-            grace_s=grace,
-        )
-        key = os.environ.get("EEPLAN_API_KEY")
-        if api_key_file is not None:
-            key = read_bytes(api_key_file, "API key file").decode(errors="replace").strip()
+        limits = Limits(max_running, max_waiting, max_tokens, max_choices, grace_s=grace)
+        key = _api_key(api_key_file)
         with opened(
             checkpoint,
             name=name,
             threshold=threshold or (),
             mode=mode,
+            candidates=AskedCandidates(candidates, candidate_source, frequent_from, measure_candidates),
             max_running=max_running,
             pipeline_size=pipeline_size,
             tensor_size=tensor_size,
@@ -141,15 +119,18 @@ def serve(
             progress.line(f"{served.name}: {thresholds_sentence(served.thresholds, served.certificate)}")
             if key is None and host not in (LOOPBACK, "localhost", "::1"):
                 progress.line(f"no API key: whoever reaches {host} can use this server")
-            run(
-                engine,
-                served,
-                limits,
-                host=host,
-                port=port,
-                api_key=key,
-                on_ready=lambda url: print(f"serving on {url}", file=sys.stderr, flush=True),
-            )
+            run(engine, served, limits, host=host, port=port, api_key=key)
+
+
+def _api_key(file: Path | None) -> str | None:
+    """From the file, or else from the environment."""
+    import os
+
+    from eeplan.files import read_bytes
+
+    if file is None:
+        return os.environ.get("EEPLAN_API_KEY")
+    return read_bytes(file, "API key file").decode(errors="replace").strip()
 
 
 def require_serving() -> None:
@@ -172,15 +153,12 @@ def require_serving() -> None:
 @app.command()
 def chat(
     checkpoint: Checkpoint,
-    threshold: Annotated[
-        list[str] | None,
-        typer.Option("--threshold", help="'calibrated', one number, or one for each exit; as for serve."),
-    ] = None,
-    mode: Annotated[str | None, typer.Option("--mode", help="Decoding mode; see generate.")] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Of an answer.")] = 256,
-    temperature: Annotated[float, typer.Option("--temperature", help="0 takes the likeliest token.")] = 0.7,
-    top_p: Annotated[float, typer.Option("--top-p", help="See generate.")] = 0.0,
-    seed: Annotated[int, typer.Option("--seed", help="Of the drawing.")] = 1,
+    threshold: options.Thresholds = None,
+    mode: options.DecodeMode = None,
+    max_new_tokens: options.MaxNewTokens = 256,
+    temperature: options.Temperature = 0.7,
+    top_p: options.TopP = 0.0,
+    seed: options.Seed = 1,
     pipeline_size: PipelineSize = 1,
     tensor_size: TensorSize = 1,
 ) -> None:
@@ -206,7 +184,7 @@ def chat(
         ) as (served, engine):
             certificate = served.certificate
 
-            def options(thresholds: tuple[float, ...]) -> GenerateOptions:
+            def answering(thresholds: tuple[float, ...]) -> GenerateOptions:
                 return generate_options(
                     threshold=thresholds,
                     confidence=certificate.confidence_kind if certificate else "max_probability",
@@ -217,6 +195,6 @@ def chat(
                     seed=seed,
                 )
 
-            options(served.thresholds)
-            talk = Conversation(served, engine, options, out, served.thresholds)
+            answering(served.thresholds)
+            talk = Conversation(served, engine, answering, out, served.thresholds)
             talk.run(typed_lines("> " if sys.stdin.isatty() else ""))

@@ -52,6 +52,7 @@ class GenerationView:
         """One line on mode and speed."""
         drafts = result["drafts"]
         said = f"; {drafts['accepted']} of {drafts['drafted']} drafts accepted" if drafts else ""
+        said += _shortlist(result.get("candidates"))
         if "full" in result:
             full = result["full"]
             said += f"; {full['speed_up']:.2f} times as fast as the full model"
@@ -71,3 +72,13 @@ class GenerationView:
 
         self._console.print(Text(text, style=style), end="", soft_wrap=True)
         self._stream.flush()
+
+
+def _shortlist(found: Mapping[str, Any] | None) -> str:
+    """What candidates saved and, if that was measured, how often they held a token back wrongly."""
+    if found is None:
+        return ""
+    said = f"; {found['number']} candidates ended {found['refused']} of {found['shortlists']} checks"
+    if found["wrong"] is not None:
+        said += f", {found['wrong']} of these wrongly ({found['wrong_share']:.1%})"
+    return said

@@ -62,6 +62,9 @@ RIGHT: dict[str, Any] = {
     "recompute_limit": st.integers(-1, 2**40),
     "repetition_penalty": st.floats(0, 1e300),
     "exit_details": st.booleans(),
+    "candidates": st.integers(-1, 300),
+    "candidate_source": st.sampled_from(["previous_exit", "frequent", "other"]),
+    "measure_candidates": st.booleans(),
     "stream_options": st.fixed_dictionaries({"include_usage": st.booleans()}),
 }
 PATHS: dict[str, type[BaseModel]] = {

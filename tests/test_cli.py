@@ -29,6 +29,7 @@ SURFACE = {
         *("checkpoint", "--prompt", "--threshold", "--max-new-tokens", "--temperature", "--seed", "--json"),
         *("--mode", "--recompute-limit", "--exits", "--confidence", "--first-early-token"),
         *("--top-k", "--top-p", "--repetition-penalty", "--stop", "--compare-full"),
+        *("--candidates", "--candidate-source", "--frequent-from", "--measure-candidates"),
         *("--pipeline-size", "--tensor-size"),
     },
     "calibrate": {
@@ -37,6 +38,7 @@ SURFACE = {
     },
     "serve": {
         *("checkpoint", "--host", "--port", "--threshold", "--mode", "--model-name"),
+        *("--candidates", "--candidate-source", "--frequent-from", "--measure-candidates"),
         *("--pipeline-size", "--tensor-size"),
         *("--api-key-file", "--max-running", "--max-waiting", "--max-tokens", "--max-choices", "--grace"),
     },

@@ -57,6 +57,17 @@ def test_colours_as_they_come_on_a_terminal() -> None:
     assert "final 1" in shown
 
 
+def test_candidates_are_told() -> None:
+    found = {"number": 16, "shortlists": 40, "refused": 30, "wrong": None, "wrong_share": None}
+    shown = []
+    for facts in (found, found | {"wrong": 3, "wrong_share": 0.1}):
+        stream = io.StringIO()
+        GenerationView("", stream).finish(RESULT | {"candidates": facts})
+        shown.append(stream.getvalue().splitlines()[-1])
+    assert shown[0].endswith("; 16 candidates ended 30 of 40 checks")
+    assert shown[1].endswith("; 16 candidates ended 30 of 40 checks, 3 of these wrongly (10.0%)")
+
+
 def test_drafts_are_told() -> None:
     stream = io.StringIO()
     GenerationView("", stream).finish(RESULT | {"drafts": {"drafted": 8, "accepted": 6}})

@@ -21,7 +21,10 @@ from oracles import reference_gpt as gpt
 from eeplan.errors import DecodeError
 from eeplan.runtime import backend
 from eeplan.runtime.decode.decoder import ExitDecoder
-from eeplan.runtime.decode.exit_check import CheckCounts, ExitCheck
+from eeplan.runtime.decode.emission import CheckCounts
+from eeplan.runtime.decode.engine import LocalEngine
+from eeplan.runtime.decode.exit_check import ExitCheck, shortlist_facts
+from eeplan.runtime.decode.generate import total_checks
 from eeplan.runtime.decode.modes import make_decoder
 from eeplan.runtime.decode.ops import Logits
 from eeplan.runtime.decode.options import generate_options
@@ -141,6 +144,47 @@ def test_frequent_tokens_as_candidates(one_process: backend.Backend) -> None:
     assert (some == plain) == (errors.wrong == 0)
 
 
+@pytest.mark.parametrize("source", ["previous_exit", "frequent"])
+def test_every_engine_tells_the_same_counts(one_process: backend.Backend, source: str) -> None:
+    """Tokens carry what their checks came to, from whatever stage, and sum up to the decoder's own count."""
+    model, _ = build(one_process, small_run(ALL_HEADS, untied=True))
+    frequent = tuple(range(13)) if source == "frequent" else ()
+    number = 5
+    asked = {"candidates": number, "candidate_source": source, "frequent_tokens": frequent}
+    tokens, counts = decoded(model, candidates_of(number, source, frequent, measured=True))
+    assert counts.refused > 0
+    new = SEQ_LENGTH - len(PROMPT) + 1
+    engines = [("catch_up", LocalEngine(model))]
+    engines += [("pipeline", chained(model, stages, random.Random(1), SEQ_LENGTH)) for stages in (1, 3)]
+    for mode, engine in engines:
+        options = generate_options(
+            threshold=0.7, max_new_tokens=new, mode=mode, measure_candidates=True, **asked
+        )
+        plain = generate_options(threshold=0.7, max_new_tokens=new, mode=mode)
+        found, without = play(engine, [Request(PROMPT, options), Request(PROMPT, plain)])
+        assert [(emission.token, emission.exit) for emission in found] == tokens
+        assert total_checks(found) == counts
+        assert {emission.checks for emission in without} == {None}
+
+
+def test_facts_of_a_shortlist() -> None:
+    counts = CheckCounts(full=7, candidates=10, refused=8, measured=8, wrong=2)
+    assert shortlist_facts(candidates_of(0), counts) is None
+    told = shortlist_facts(candidates_of(4, measured=True), counts)
+    assert told == {
+        "number": 4,
+        "source": "previous_exit",
+        "shortlists": 10,
+        "refused": 8,
+        "full_heads": 7,
+        "wrong": 2,
+        "wrong_share": 0.25,
+    }
+    unmeasured = shortlist_facts(candidates_of(4), counts)
+    assert unmeasured is not None
+    assert (unmeasured["wrong"], unmeasured["wrong_share"]) == (None, None)
+
+
 @pytest.mark.parametrize(("likeliest", "wrong"), [(5, 1), (1, 0)])
 def test_a_token_held_back_wrongly_is_counted(likeliest: int, wrong: int) -> None:
     """Three candidates are equally likely; the full head is certain of a token, or of none."""
@@ -170,6 +214,9 @@ def test_a_token_held_back_wrongly_is_counted(likeliest: int, wrong: int) -> Non
         ({"candidates": 4, "candidate_source": "luck"}, "expected one of previous_exit, frequent"),
         ({"candidates": 4, "candidate_source": "frequent", "frequent_tokens": [1]}, "4 wanted, 1 frequent"),
         ({"candidates": 4, "confidence": "entropy"}, "do not bound the entropy"),
+        ({"candidates": 4, "mode": "full"}, "mode 'full' checks no exit"),
+        ({"candidates": 4, "mode": "self_speculative"}, "takes drafts from the whole head"),
+        ({"measure_candidates": True}, "there are none"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from eeplan.runtime.decode.emission import Emission
+from eeplan.runtime.decode.emission import CheckCounts, Emission
 from eeplan.runtime.decode.exit_check import ExitCheck, Found, found_at
 from eeplan.runtime.decode.ops import Logits, Program, Steps, alone, played
 from eeplan.runtime.decode.rows import RowRunner
@@ -41,6 +41,8 @@ class ExitDecoder:
     emitted: int = 0
     _left: Found | None = None
     """Where the current token left."""
+    _checks: CheckCounts | None = None
+    """Of the current token; None where they are counted in all only."""
 
     def program(self, prompt: Sequence[int]) -> Program:
         """Tokens after a prompt, until the store is full.
@@ -76,6 +78,7 @@ class ExitDecoder:
     def _extend(self, tokens: Sequence[int], forced: bool) -> Steps[Emission]:
         self.text.extend(tokens)
         self._left = self.check.top_C = None
+        self._checks = CheckCounts() if self.check.candidates.number else None
         check = self._leaves if self.emitted >= self.first_early_token else None
         depth, hidden_RH = yield from self.rows.forward(tokens, check, forced)
         self.emitted += 1
@@ -84,9 +87,11 @@ class ExitDecoder:
             logits_V = (yield Logits(self.rows.network, hidden_RH[-1:], depth))[0]
             found = found_at(FINAL, depth, logits_V, self.check.confidence)
         token = self.sampling.pick(found.logits_V, self.generator, self.text)
-        return found.emission(token, self.top_logprobs)
+        if self._checks is not None:
+            self.rows.work.exits.add(self._checks)
+        return found.emission(token, self.top_logprobs, self._checks)
 
     def _leaves(self, exit_: ExitSpec, read_1H: Tensor) -> Steps[bool]:
-        work = self.rows.work
-        self._left = yield from self.check.leaves(self.rows.network, exit_, read_1H, work.exits)
+        counts = self.rows.work.exits if self._checks is None else self._checks
+        self._left = yield from self.check.leaves(self.rows.network, exit_, read_1H, counts)
         return self._left is not None

@@ -11,6 +11,30 @@ from eeplan.errors import DecodeError
 from eeplan.runtime.decode.policy import ConfidenceKind, Judgement, judge
 
 
+@dataclass(slots=True)
+class CheckCounts:
+    """What the checks of exits came to."""
+
+    full: int = 0
+    """Heads whose logits were computed for all tokens."""
+    candidates: int = 0
+    """Shortlists looked at."""
+    refused: int = 0
+    """Of these, tokens that stayed because of the shortlist."""
+    measured: int = 0
+    """Refusals that were held against the full head."""
+    wrong: int = 0
+    """Of these, tokens that the full head would have let go."""
+
+    def add(self, other: CheckCounts) -> None:
+        """Count those of another token, too."""
+        self.full += other.full
+        self.candidates += other.candidates
+        self.refused += other.refused
+        self.measured += other.measured
+        self.wrong += other.wrong
+
+
 @dataclass(frozen=True, slots=True)
 class Emission:
     """One generated token and where it came from."""
@@ -29,6 +53,8 @@ class Emission:
     top_logprobs: tuple[tuple[int, float], ...] = ()
     """The likeliest tokens of that exit's own distribution with their log-probabilities, likeliest first: as
     many as ``GenerateOptions.top_logprobs`` asks for. See :func:`top_logprobs`."""
+    checks: CheckCounts | None = None
+    """What its checks came to; None where no shortlist was asked for."""
 
 
 def checked_judgement(logits_V: Tensor, kind: ConfidenceKind, name: str) -> Judgement:

@@ -12,32 +12,17 @@ the full head as well and counts such cases, without changing any decision.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from eeplan.runtime.decode.emission import Emission, checked_judgement, top_logprobs
+from eeplan.runtime.decode.emission import CheckCounts, Emission, checked_judgement, top_logprobs
 from eeplan.runtime.decode.network import DecodeNetwork
 from eeplan.runtime.decode.ops import Logits, Steps
 from eeplan.runtime.decode.policy import Candidates, ConfidenceKind, Judgement, judge
 from eeplan.runtime.model import ExitSpec
 from eeplan.runtime.stage import exit_name
-
-
-@dataclass(slots=True)
-class CheckCounts:
-    """What the checks of exits came to."""
-
-    full: int = 0
-    """Heads whose logits were computed for all tokens."""
-    candidates: int = 0
-    """Shortlists looked at."""
-    refused: int = 0
-    """Of these, tokens that stayed because of the shortlist."""
-    measured: int = 0
-    """Refusals that were held against the full head."""
-    wrong: int = 0
-    """Of these, tokens that the full head would have let go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +34,7 @@ class Found:
     logits_V: Tensor
     judgement: Judgement
 
-    def emission(self, token: int, num_top_logprobs: int, was_draft: bool = False) -> Emission:
+    def emission(self, token: int, num_top_logprobs: int, checks: CheckCounts | None = None) -> Emission:
         """The emission of a token that this head decided on."""
         normalizer = self.judgement.log_normalizer
         return Emission(
@@ -58,8 +43,8 @@ class Found:
             depth=self.depth,
             confidence=self.judgement.confidence,
             logprob=float(self.logits_V[token]) - normalizer,
-            was_draft=was_draft,
             top_logprobs=top_logprobs(self.logits_V, normalizer, num_top_logprobs),
+            checks=checks,
         )
 
 
@@ -82,6 +67,7 @@ class ExitCheck:
     candidates: Candidates
     top_C: Tensor | None = None
     """The likeliest tokens at the last exit whose full head was run."""
+    _frequent_C: Tensor | None = None
 
     def leaves(
         self, network: DecodeNetwork, exit_: ExitSpec, read_1H: Tensor, counts: CheckCounts
@@ -115,4 +101,29 @@ class ExitCheck:
             return None
         if self.candidates.source == "previous_exit":
             return self.top_C
-        return torch.tensor(self.candidates.frequent, device=network.device)
+        if self._frequent_C is None:
+            self._frequent_C = torch.tensor(self.candidates.frequent, device=network.device)
+        return self._frequent_C
+
+
+def shortlist_facts(candidates: Candidates, counts: CheckCounts) -> dict[str, Any] | None:
+    """What a shortlist saved and, where it was measured, cost; None where there was none.
+
+    Returns:
+        Plain data. ``number``, ``source``; ``shortlists`` looked at; ``refused``, the checks that ended with
+        one; ``full_heads``, heads computed for all tokens, to measure or not; ``wrong``, refusals of tokens
+        that the full head would have let go, and ``wrong_share`` of the refusals: None where they were not
+        measured.
+    """
+    if candidates.number == 0:
+        return None
+    known = candidates.measured
+    return {
+        "number": candidates.number,
+        "source": candidates.source,
+        "shortlists": counts.candidates,
+        "refused": counts.refused,
+        "full_heads": counts.full,
+        "wrong": counts.wrong if known else None,
+        "wrong_share": counts.wrong / max(counts.refused, 1) if known else None,
+    }

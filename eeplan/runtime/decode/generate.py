@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from megatron.core import parallel_state
 from eeplan.errors import CheckpointError, DecodeError
 from eeplan.runtime import backend
 from eeplan.runtime.checkpoint import load_model, load_tokenizer_path
-from eeplan.runtime.decode.emission import Emission
+from eeplan.runtime.decode.emission import CheckCounts, Emission
+from eeplan.runtime.decode.exit_check import shortlist_facts
 from eeplan.runtime.decode.modes import Decoder, make_decoder
 from eeplan.runtime.decode.options import GenerateOptions
 from eeplan.runtime.decode.speculative import SpeculativeDecoder
@@ -102,7 +103,7 @@ def continue_prompt(
         ``layers_per_token``, decoder layers really run per new token after the first, recomputed, forced and
         refused ones included (None for one token); ``seconds``, prompt included; ``tokens_per_s``, new tokens
         over those seconds; ``threshold`` and ``recompute_limit`` as given; ``drafts``, {"drafted",
-        "accepted"} of ``self_speculative``, else None.
+        "accepted"} of ``self_speculative``, else None; ``candidates``, see ``exit_check.shortlist_facts``.
 
     Raises:
         DecodeError: the prompt is empty or too long; the model lacks an exit. CheckpointError: tokenizer and
@@ -141,6 +142,7 @@ def continue_prompt(
         "threshold": options.policy.threshold,
         "recompute_limit": options.recompute_limit,
         "drafts": _drafts(decoder),
+        "candidates": shortlist_facts(options.policy.candidates, total_checks(emitted)),
     }
 
 
@@ -162,6 +164,15 @@ def _collect(
         if ends:
             break
     return emitted, tokens
+
+
+def total_checks(emitted: Iterable[Emission]) -> CheckCounts:
+    """What the checks of all these tokens came to, as far as they tell."""
+    total = CheckCounts()
+    for emission in emitted:
+        if emission.checks is not None:
+            total.add(emission.checks)
+    return total
 
 
 def shown_token(piece: Piece) -> dict[str, Any]:

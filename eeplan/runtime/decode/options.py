@@ -13,8 +13,14 @@ from eeplan.runtime.decode.modes import (
     check_recompute_limit,
     decode_mode,
 )
-from eeplan.runtime.decode.policy import ExitPolicy, candidates_of, exit_policy
+from eeplan.runtime.decode.policy import Candidates, ExitPolicy, candidates_of, exit_policy
 from eeplan.runtime.decode.sampling import Sampling, sampling
+
+NO_CANDIDATES: dict[Mode, str] = {
+    "full": "checks no exit",
+    "self_speculative": "takes drafts from the whole head of an exit",
+}
+"""Modes that have no use for a shortlist, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,21 +87,30 @@ def generate_options(
     if top_logprobs < 0:
         raise DecodeError(f"top_logprobs is {top_logprobs}; expected 0 or more")
     check_recompute_limit(recompute_limit)
+    shortlist = candidates_of(candidates, candidate_source, frequent_tokens, measure_candidates)
+    chosen = decode_mode(mode)
+    check_candidates(shortlist, chosen)
     return GenerateOptions(
-        mode=decode_mode(mode),
-        policy=exit_policy(
-            threshold,
-            confidence,
-            exits,
-            first_early_token,
-            candidates_of(candidates, candidate_source, frequent_tokens, measure_candidates),
-        ),
+        mode=chosen,
+        policy=exit_policy(threshold, confidence, exits, first_early_token, shortlist),
         sampling=sampling(temperature, top_k, top_p, repetition_penalty),
         max_new_tokens=max_new_tokens,
         seed=seed,
         recompute_limit=recompute_limit,
         top_logprobs=top_logprobs,
     )
+
+
+def check_candidates(candidates: Candidates, mode: Mode) -> None:
+    """Refuse a shortlist that nothing would look at.
+
+    Raises:
+        DecodeError: the mode has no use for it.
+    """
+    if candidates.number and mode in NO_CANDIDATES:
+        raise DecodeError(
+            f"candidates: mode '{mode}' {NO_CANDIDATES[mode]}; use another mode, or leave candidates out"
+        )
 
 
 def parse_exits(text: str | None) -> list[int] | None:

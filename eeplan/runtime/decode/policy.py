@@ -143,11 +143,14 @@ def candidates_of(
     sources = {name: name for name in CANDIDATE_SOURCES}
     if source not in sources:
         raise DecodeError(f"candidate source is '{source}'; expected one of {', '.join(CANDIDATE_SOURCES)}")
+    if measured and number == 0:
+        raise DecodeError("measure candidates: there are none; ask for a number of candidates, too")
     if source == "frequent" and len(frequent) < number:
         raise DecodeError(
             f"candidates: {number} wanted, {len(frequent)} frequent tokens known; ask for fewer"
         )
-    return Candidates(number, sources[source], tuple(frequent[:number]), measured)
+    kept = tuple(frequent[:number]) if source == "frequent" else ()
+    return Candidates(number, sources[source], kept, measured)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from eeplan.runtime.decode.exit_check import CheckCounts
+from eeplan.runtime.decode.emission import CheckCounts
 from eeplan.runtime.decode.network import DecodeNetwork
 from eeplan.runtime.decode.ops import RunBlock, RunLayers, Steps, alone
 from eeplan.runtime.model import ExitSpec

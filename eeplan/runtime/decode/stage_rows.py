@@ -10,14 +10,14 @@ share the products of the layers, and still attend one after another; nothing de
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from eeplan.runtime.decode.emission import Emission
-from eeplan.runtime.decode.exit_check import CheckCounts, ExitCheck, Found, found_at
+from eeplan.runtime.decode.emission import CheckCounts, Emission
+from eeplan.runtime.decode.exit_check import ExitCheck, Found, found_at
 from eeplan.runtime.decode.lockstep import advance
 from eeplan.runtime.decode.modes import exit_check
 from eeplan.runtime.decode.network import DecodeNetwork, Transformer
@@ -57,6 +57,8 @@ class Rows:
     """Hidden states [R, H] after the stage before, in the model's own kind of number."""
     top: tuple[int, ...] | None = None
     """Candidates for the next exit, see ``exit_check``."""
+    checks: CheckCounts | None = None
+    """Of its token, on the stages before; None without candidates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,6 @@ class _Sequence:
     exits: tuple[ExitSpec, ...]
     """In use, on this stage."""
     text: list[int] = field(default_factory=list)
-    counts: CheckCounts = field(default_factory=CheckCounts)
 
 
 @dataclass(slots=True)
@@ -92,6 +93,8 @@ class _Passage:
     hidden_RH: Tensor | None = None
     """Once they are through."""
     top: tuple[int, ...] | None = None
+    checks: CheckCounts | None = None
+    """Of its token; None without candidates, where nobody asks."""
 
 
 class StageRunner:
@@ -174,6 +177,8 @@ class StageRunner:
         text = tuple(sequence.text) if sequence.opening.options.sampling.repetition_penalty != 1.0 else ()
         hidden_RH, depth = self._hidden(rows), self._transformer.first_depth
         top_C = None if rows.top is None else torch.tensor(rows.top, device=network.device)
+        if sequence.check.candidates.number:
+            passage.checks = replace(rows.checks or CheckCounts())
         for exit_ in sequence.exits:
             if exit_.depth > depth:
                 hidden_RH = yield RunLayers(network, hidden_RH, position, depth, exit_.depth)
@@ -183,12 +188,11 @@ class StageRunner:
                 read_RH = yield RunBlock(network, hidden_RH, position, depth)
             if rows.is_wanted and rows.may_leave and passage.found is None:
                 sequence.check.top_C = top_C
-                passage.found = yield from sequence.check.leaves(
-                    network, exit_, read_RH[-1:], sequence.counts
-                )
+                counts = passage.checks or CheckCounts()
+                passage.found = yield from sequence.check.leaves(network, exit_, read_RH[-1:], counts)
                 top_C = sequence.check.top_C
                 if passage.found is not None:
-                    emit(_emission(passage.found, rows, sequence, text))
+                    emit(_emission(passage.found, passage, text))
         if self._transformer.last_depth > depth:
             hidden_RH = yield RunLayers(network, hidden_RH, position, depth, self._transformer.last_depth)
         passage.hidden_RH = hidden_RH
@@ -196,13 +200,13 @@ class StageRunner:
         if self._is_last and rows.is_wanted and passage.found is None:
             logits_V = (yield Logits(network, hidden_RH[-1:], network.num_layers))[0]
             found = found_at(FINAL, network.num_layers, logits_V, sequence.check.confidence)
-            emit(_emission(found, rows, sequence, text))
+            emit(_emission(found, passage, text))
 
 
-def _emission(found: Found, rows: Rows, sequence: _Sequence, text: Sequence[int]) -> Emission:
-    options = sequence.opening.options
-    token = options.sampling.pick_at(found.logits_V, rows.uniform, text)
-    return found.emission(token, options.top_logprobs)
+def _emission(found: Found, passage: _Passage, text: Sequence[int]) -> Emission:
+    options = passage.sequence.opening.options
+    token = options.sampling.pick_at(found.logits_V, passage.rows.uniform, text)
+    return found.emission(token, options.top_logprobs, passage.checks)
 
 
 def _onward(passage: _Passage) -> Rows:
@@ -218,4 +222,5 @@ def _onward(passage: _Passage) -> Rows:
         opening=rows.opening,
         hidden=to_bytes(hidden_RH),
         top=passage.top,
+        checks=passage.checks,
     )

@@ -9,16 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from eeplan.errors import DecodeError
-from eeplan.runtime.checkpoint import usable
+from eeplan.plan import load_plan
+from eeplan.runtime.checkpoint import PLAN, TOKENIZER, usable
 from eeplan.runtime.decode.certificate import Certificate, load_certificate
-from eeplan.runtime.decode.generate import TokenCallback, generate_text, shown_token
+from eeplan.runtime.decode.emission import Emission
+from eeplan.runtime.decode.exit_check import shortlist_facts
+from eeplan.runtime.decode.frequent import AskedCandidates, known_frequent
+from eeplan.runtime.decode.generate import TokenCallback, generate_text, shown_token, total_checks
 from eeplan.runtime.decode.modes import DEFAULT_MODE
 from eeplan.runtime.decode.options import GenerateOptions, generate_options, parse_exits
+from eeplan.runtime.decode.policy import Candidates
 from eeplan.runtime.decode.requests import Engine, Request
 from eeplan.runtime.decode.stop_text import StopText
 from eeplan.runtime.serve.opening import default_thresholds, opened, threshold_numbers, thresholds_sentence
 from eeplan.runtime.serve.settings import Served
 from eeplan.runtime.stage import FINAL, exit_name
+from eeplan.runtime.tokenizer import load_tokenizer
 
 
 def generate(
@@ -31,6 +37,7 @@ def generate(
     mode: str | None = None,
     stop: Sequence[str] = (),
     compare_full: bool = False,
+    candidates: AskedCandidates | None = None,
     pipeline_size: int = 1,
     tensor_size: int = 1,
     on_token: TokenCallback | None = None,
@@ -43,6 +50,7 @@ def generate(
         threshold: see ``opening.default_thresholds``.
         exits: depths with commas, None for all.
         confidence: measure of the exits; None is the certificate's, or the largest probability.
+        candidates: a shortlist to look at before an exit's full head; None for none.
         say: gets a line where thresholds were not given.
         options: the other fields of ``generate_options``.
 
@@ -60,13 +68,18 @@ def generate(
     folder, manifest, _ = usable(checkpoint)
     certificate = load_certificate(folder, str(manifest["manifest_sha256"]))
     thresholds = default_thresholds(threshold, certificate)
+    shortlist = _shortlist(candidates or AskedCandidates(), folder)
     if not threshold:
-        say(thresholds_sentence(thresholds, certificate))
+        say(thresholds_sentence(thresholds, certificate, shortlist))
     asked = generate_options(
         threshold=thresholds,
         exits=parse_exits(exits),
         confidence=confidence or _measure(thresholds, certificate),
         mode=mode or (DEFAULT_MODE if pipeline_size * tensor_size == 1 else "pipeline"),
+        candidates=shortlist.number,
+        candidate_source=shortlist.source,
+        frequent_tokens=shortlist.frequent,
+        measure_candidates=shortlist.measured,
         **options,
     )
     if pipeline_size * tensor_size == 1:
@@ -96,16 +109,15 @@ def continue_on(
     """
     request = Request(tuple(ids), options, frozenset({served.tokenizer.eod}))
     text, tokens = StopText(served.tokenizer, stop), []
-    exits: Counter[str] = Counter()
-    depths, finish, began_s = 0, None, time.perf_counter()
+    emitted: list[Emission] = []
+    finish, began_s = None, time.perf_counter()
     number = engine.submit(request)
     try:
         while finish is None and not text.stopped:
             for event in engine.step():
                 pieces, finish = [], event.finish
                 if event.emission is not None:
-                    exits[event.emission.exit] += 1
-                    depths += event.emission.depth
+                    emitted.append(event.emission)
                     pieces = text.push(event.emission, event.latency_s)
                 for piece in [*pieces, *(text.finish() if finish is not None else ())]:
                     tokens.append(shown_token(piece))
@@ -113,14 +125,15 @@ def continue_on(
                         on_token(tokens[-1])
     finally:
         engine.cancel(number)
-    seconds, count = time.perf_counter() - began_s, sum(exits.values())
+    seconds, count = time.perf_counter() - began_s, len(emitted)
+    exits = Counter(emission.exit for emission in emitted)
     return {
         "prompt_tokens": len(ids),
         "text": "".join(token["text"] for token in tokens),
         "tokens": tokens,
         "stopped": _stopped(text.stopped, finish == "stop", count == options.max_new_tokens),
         "exits": {name: exits[name] for name in (*map(exit_name, served.exit_depths), FINAL)},
-        "mean_depth": depths / count if count else float(served.num_layers),
+        "mean_depth": sum(e.depth for e in emitted) / count if count else float(served.num_layers),
         "layers_per_token": None,
         "seconds": seconds,
         "tokens_per_s": count / seconds,
@@ -128,7 +141,19 @@ def continue_on(
         "threshold": options.policy.threshold,
         "recompute_limit": options.recompute_limit,
         "drafts": None,
+        "candidates": shortlist_facts(options.policy.candidates, total_checks(emitted)),
     }
+
+
+def _shortlist(asked: AskedCandidates, folder: Path) -> Candidates:
+    """Of frequent tokens, if they are wanted, by the checkpoint's own tokenizer and training data."""
+    if asked == AskedCandidates():
+        return Candidates()
+    if asked.number == 0:
+        raise DecodeError("candidates: their options are there, but no number; give --candidates N as well")
+    return asked.resolved(
+        known_frequent(asked, load_plan(folder / PLAN).run, load_tokenizer(folder / TOKENIZER))
+    )
 
 
 def _measure(thresholds: tuple[float, ...], certificate: Certificate | None) -> str:

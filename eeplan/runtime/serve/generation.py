@@ -9,8 +9,12 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from eeplan.runtime.decode.emission import CheckCounts, Emission
+from eeplan.runtime.decode.exit_check import shortlist_facts
+from eeplan.runtime.decode.frequent import check_number
 from eeplan.runtime.decode.modes import DEFAULT_LIMIT
-from eeplan.runtime.decode.options import GenerateOptions, generate_options
+from eeplan.runtime.decode.options import NO_CANDIDATES, GenerateOptions, generate_options
+from eeplan.runtime.decode.policy import Candidates, candidates_of
 from eeplan.runtime.decode.requests import Request
 from eeplan.runtime.decode.stop_text import Piece, StopText
 from eeplan.runtime.serve.problems import Problem
@@ -62,6 +66,8 @@ class Generation:
     exits: Counter[str] = field(default_factory=Counter)
     depths: int = 0
     """Sum over tokens."""
+    checks: CheckCounts = field(default_factory=CheckCounts)
+    """Of all tokens; nothing without candidates."""
 
     @property
     def completion_tokens(self) -> int:
@@ -88,6 +94,7 @@ class Generation:
             "exits": {name: self.exits[name] for name in names},
             "mean_depth": self.depths / made if made else None,
             "num_layers": served.num_layers,
+            "candidates": shortlist_facts(self.options.policy.candidates, self.checks),
             "seconds": seconds,
             "tokens_per_s": made / seconds,
         }
@@ -109,7 +116,7 @@ class Generation:
                 choice, event = self.choices[token.choice], token.event
                 pieces: list[Piece] = []
                 if event.emission is not None:
-                    self._count(choice, event.emission.exit, event.emission.depth, event.latency_s, service)
+                    self._count(choice, event.emission, event.latency_s, service)
                     pieces = choice.text.push(event.emission, event.latency_s)
                 choice.finish = event.finish
                 if event.finish is not None:
@@ -125,13 +132,15 @@ class Generation:
         finally:
             service.end(sequences)
 
-    def _count(self, choice: Choice, exit_: str, depth: int, latency_s: float, service: Service) -> None:
+    def _count(self, choice: Choice, emission: Emission, latency_s: float, service: Service) -> None:
         metrics = service.metrics
         (metrics.token_s if choice.emitted else metrics.first_token_s).observe(latency_s)
-        metrics.tokens.labels(exit_).inc()
+        metrics.tokens.labels(emission.exit).inc()
         choice.emitted += 1
-        self.exits[exit_] += 1
-        self.depths += depth
+        self.exits[emission.exit] += 1
+        self.depths += emission.depth
+        if emission.checks is not None:
+            self.checks.add(emission.checks)
 
 
 def of_completion(body: CompletionRequest, served: Served, limits: Limits) -> Generation:
@@ -226,11 +235,13 @@ def _options(body: Common, served: Served, max_tokens: int, top_logprobs: int, s
             "exit_layers: the calibrated thresholds are for all exits; give early_exit_threshold as well",
             param="exit_layers",
         )
+    mode, kind = body.decode_mode or served.default_mode, body.exit_confidence or default_kind
+    shortlist = _candidates(body, served, mode, kind)
     return generate_options(
         threshold=threshold,
         max_new_tokens=max_tokens,
-        mode=body.decode_mode or served.default_mode,
-        confidence=body.exit_confidence or default_kind,
+        mode=mode,
+        confidence=kind,
         exits=body.exit_layers,
         first_early_token=body.first_early_token or 0,
         temperature=temperature,
@@ -241,7 +252,31 @@ def _options(body: Common, served: Served, max_tokens: int, top_logprobs: int, s
         seed=seed,
         top_logprobs=top_logprobs,
         recompute_limit=DEFAULT_LIMIT if body.recompute_limit is None else body.recompute_limit,
+        candidates=shortlist.number,
+        candidate_source=shortlist.source,
+        frequent_tokens=shortlist.frequent,
+        measure_candidates=shortlist.measured,
     )
+
+
+def _candidates(body: Common, served: Served, mode: str, kind: str) -> Candidates:
+    """The request's, else the server's where the rest of the request allows them."""
+    number, default = body.candidates, served.candidates
+    if number is None:
+        number = 0 if mode in NO_CANDIDATES or kind == "entropy" else default.number
+        if number == 0 and (body.candidate_source is not None or body.measure_candidates):
+            raise Problem(400, "candidates: give a number of them as well", param="candidates")
+    if number == 0:
+        return Candidates()
+    check_number(number, served.tokenizer)
+    source = body.candidate_source or default.source
+    if source == "frequent" and not served.frequent:
+        raise Problem(
+            400,
+            "candidate_source: this server knows no frequent tokens; start it with --frequent-from",
+            param="candidate_source",
+        )
+    return candidates_of(number, source, served.frequent, body.measure_candidates or default.measured)
 
 
 def _is_calibrated(body: Common, options: GenerateOptions, served: Served) -> bool:
@@ -253,6 +288,7 @@ def _is_calibrated(body: Common, options: GenerateOptions, served: Served) -> bo
         and options.policy.exits is None
         and options.policy.first_early_token == 0
         and options.policy.confidence == certificate.confidence_kind
+        and options.policy.candidates.number == 0
         and options.sampling.temperature == 0.0
         and options.sampling.repetition_penalty == 1.0
     )

@@ -12,10 +12,12 @@ from eeplan.plan import load_plan
 from eeplan.runtime.checkpoint import PLAN, TOKENIZER, load_model, usable
 from eeplan.runtime.decode.certificate import Certificate, load_certificate
 from eeplan.runtime.decode.engine import LocalEngine
+from eeplan.runtime.decode.frequent import AskedCandidates, known_frequent
 from eeplan.runtime.decode.generate import this_process
 from eeplan.runtime.decode.modes import DEFAULT_MODE, MODES, decode_mode
+from eeplan.runtime.decode.options import check_candidates
 from eeplan.runtime.decode.pipeline import PIPELINE_MODES, PipelineEngine
-from eeplan.runtime.decode.policy import exit_policy
+from eeplan.runtime.decode.policy import Candidates, exit_policy
 from eeplan.runtime.decode.requests import Engine
 from eeplan.runtime.model import ExitSpec
 from eeplan.runtime.serve.chat import chat_template
@@ -33,6 +35,7 @@ def opened(
     name: str | None = None,
     threshold: Sequence[str] = (),
     mode: str | None = None,
+    candidates: AskedCandidates | None = None,
     max_running: int = 8,
     pipeline_size: int = 1,
     tensor_size: int = 1,
@@ -44,6 +47,7 @@ def opened(
         name: as clients call the model; the run's name by default.
         threshold: numbers, or ``calibrated``; see :func:`default_thresholds`.
         mode: where requests name none; by default what suits the number of processes.
+        candidates: where requests name none; None is none.
         pipeline_size: stages, each in a process of its own.
         tensor_size: processes that share each stage; with 1 of both this process decodes.
 
@@ -63,6 +67,8 @@ def opened(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model {plan.run.model.vocab_size}; "
             "use the tokenizer that the model was trained with"
         )
+    asked = candidates or AskedCandidates()
+    frequent = known_frequent(asked, plan.run, tokenizer)
     specs = tuple(ExitSpec(exit_.depth, exit_.head, exit_.tied) for exit_ in plan.exits)
     exit_policy(thresholds).for_exits(specs)
     num_processes = pipeline_size * tensor_size
@@ -71,6 +77,9 @@ def opened(
     if default_mode not in modes:
         processes = "one process" if num_processes == 1 else f"{num_processes} processes"
         raise DecodeError(f"mode is '{default_mode}'; {processes} decode in {' or '.join(modes)}")
+    shortlist = asked.resolved(frequent)
+    if mode is not None:
+        check_candidates(shortlist, default_mode)
     served = Served(
         name=name or plan.run.name,
         checkpoint=folder.name,
@@ -84,6 +93,8 @@ def opened(
         created=int(folder.stat().st_mtime),
         modes=modes,
         default_mode=default_mode,
+        candidates=shortlist,
+        frequent=frequent,
     )
     with _engine(folder, tokenizer.vocab_size, max_running, pipeline_size, tensor_size) as engine:
         yield served, engine
@@ -152,10 +163,14 @@ def threshold_numbers(asked: Sequence[str]) -> tuple[float, ...] | None:
     return exit_policy(numbers).thresholds
 
 
-def thresholds_sentence(thresholds: Sequence[float], certificate: Certificate | None) -> str:
+def thresholds_sentence(
+    thresholds: Sequence[float], certificate: Certificate | None, candidates: Candidates | None = None
+) -> str:
     """What the thresholds are and where they come from, for people."""
     listed = ", ".join(f"{one:g}" for one in thresholds)
     if certificate is not None and tuple(thresholds) == certificate.thresholds:
+        if candidates is not None and candidates.number:
+            return f"threshold {listed}, calibrated without candidates: with them, nothing is promised"
         return f"threshold {listed}, calibrated: {certificate.statement}"
     if certificate is None and tuple(thresholds) == NEVER:
         return "threshold 1, nothing leaves early; `eeplan calibrate` finds a lower one"

@@ -93,6 +93,12 @@ class Common(Strict):
     first_early_token: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100.0)] | None = None
+    candidates: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    """Tokens to look at before an exit's full head; 0 for none."""
+    candidate_source: str | None = None
+    """``previous_exit``, or ``frequent`` if the server knows frequent tokens."""
+    measure_candidates: bool = False
+    """Whether the full head runs as well, and refusals of tokens that it would let go are counted."""
     exit_details: bool = False
     """Whether answers carry exit, confidence and latency of every token."""
 

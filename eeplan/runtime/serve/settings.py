@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from eeplan.errors import DecodeError
 from eeplan.runtime.decode.certificate import Certificate
+from eeplan.runtime.decode.policy import Candidates
 from eeplan.runtime.serve.chat import ChatTemplate
 from eeplan.runtime.tokenizer import Tokenizer
 
@@ -61,6 +62,10 @@ class Served:
     """Seconds since 1970."""
     modes: tuple[str, ...]
     default_mode: str
+    candidates: Candidates = field(default_factory=Candidates)
+    """Where a request names none; only for modes that check exits with them."""
+    frequent: tuple[int, ...] = ()
+    """Tokens that candidates of source ``frequent`` come from; none if it was not asked to know them."""
 
     @property
     def is_calibrated(self) -> bool:

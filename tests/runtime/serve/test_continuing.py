@@ -14,6 +14,7 @@ from tiny_checkpoint import tiny_model
 
 from eeplan.cli import main
 from eeplan.errors import DataError, DecodeError
+from eeplan.runtime.decode.frequent import AskedCandidates
 from eeplan.runtime.decode.options import GenerateOptions, generate_options
 from eeplan.runtime.decode.requests import TokenEvent
 from eeplan.runtime.serve.chat import ChatTemplate, chat_template
@@ -80,6 +81,70 @@ def test_processes_give_the_same_text(folder: Path, sizes: dict[str, int]) -> No
     assert len(said) > 10
     with pytest.raises(DecodeError, match="compare-full is for one process"):
         generate(folder, "x", compare_full=True, **sizes, **options)
+
+
+ASKED = ("--threshold", "0.7", "--max-new-tokens", "30")
+WITH_CANDIDATES = (*ASKED, "--candidates", "3", "--measure-candidates")
+
+
+def test_candidates_and_their_error_from_the_command_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    plain = asked(folder, capsys, *ASKED)
+    assert plain["candidates"] is None
+    found = asked(folder, capsys, *WITH_CANDIDATES)
+    facts = found["candidates"]
+    assert (facts["number"], facts["source"]) == (3, "previous_exit")
+    assert facts["shortlists"] > facts["refused"] > 0
+    assert facts["wrong_share"] == facts["wrong"] / facts["refused"]
+    if facts["wrong"] == 0:
+        assert found["text"] == plain["text"]
+    (tmp_path / "some.txt").write_text("def main(argument): return argument\n" * 9)
+    command = [*WITH_CANDIDATES, "--frequent-from", str(tmp_path / "some.txt")]
+    frequent = asked(folder, capsys, *command)
+    assert frequent["candidates"]["source"] == "frequent"
+    assert main(["generate", str(folder), "--prompt", "def main(", *command]) == 0
+    assert f"; 3 candidates ended {frequent['candidates']['refused']} of" in capsys.readouterr().out
+    on_two = generate(
+        folder,
+        "def main(",
+        threshold=["0.7"],
+        max_new_tokens=30,
+        candidates=AskedCandidates(3, measured=True),
+        pipeline_size=2,
+        say=print,
+    )
+    assert on_two["text"] == found["text"]
+    # One process lists the end token, an engine does not.
+    if found["stopped"] == "max_new_tokens":
+        assert on_two["candidates"] == facts
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--candidates -1", "candidates is -1; expected 0 for none"),
+        ("--candidates 1000", "at most the 257 tokens of the vocabulary"),
+        ("--candidates 4 --candidate-source luck", "expected one of previous_exit, frequent"),
+        ("--candidates 4 --candidate-source frequent", "is not there any more"),
+        ("--candidates 4 --frequent-from absent", "absent is no text file"),
+        ("--candidates 4 --candidate-source previous_exit --frequent-from x", "leave one of both out"),
+        ("--candidates 4 --confidence entropy", "do not bound the entropy"),
+        ("--candidates 4 --mode full", "mode 'full' checks no exit"),
+        ("--candidates 4 --mode self_speculative", "takes drafts from the whole head"),
+        ("--measure-candidates", "give --candidates N as well"),
+        ("--candidate-source frequent", "give --candidates N as well"),
+        ("--frequent-from x", "give --candidates N as well"),
+    ],
+)
+def test_candidates_that_make_no_sense(
+    folder: Path, capsys: pytest.CaptureFixture[str], options: str, message: str
+) -> None:
+    assert main(["generate", str(folder), "--prompt", "x", "--threshold", "0.5", *options.split()]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    (line,) = said.err.splitlines()
+    assert message in line
 
 
 def test_thresholds_of_the_command_line() -> None:

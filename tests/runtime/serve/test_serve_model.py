@@ -99,6 +99,19 @@ def test_a_seed_gives_the_same_text_twice(server: Running) -> None:
     assert [choice["text"] for choice in other] != texts[0]
 
 
+def test_candidates_of_a_request_are_told_in_the_answer(
+    server: Running, model: tuple[Path, EarlyExitGPT], served: Served
+) -> None:
+    body = {"prompt": "def main(", "max_tokens": 30, "temperature": 0, "early_exit_threshold": 0.7}
+    asked = {"candidates": 3, "measure_candidates": True}
+    answer = server.post("/v1/completions", body | asked).json
+    alone = expected(model[1], served, "def main(", 30, threshold=0.7, **asked)
+    assert answer["choices"][0]["text"] == alone["text"]
+    assert answer["eeplan"]["candidates"] == alone["candidates"]
+    assert answer["eeplan"]["candidates"]["refused"] > 0
+    assert server.post("/v1/completions", body).json["eeplan"]["candidates"] is None
+
+
 def test_thresholds_change_where_tokens_leave(server: Running) -> None:
     depths = [
         server.post(
