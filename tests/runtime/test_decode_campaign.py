@@ -120,9 +120,9 @@ class Kept:
         return self.engine.submit(request)
 
     def step(self) -> list[Any]:
-        self.engine._admit()
+        self.engine._sequences.admit(self.engine._join)
         known = {id(decoder) for decoder in self.decoders}
-        for number in list(self.engine._running):
+        for number in list(self.engine._sequences.running):
             decoder = self.engine.decoder(number)
             assert isinstance(decoder, ExitDecoder)
             if id(decoder) not in known:

@@ -89,7 +89,7 @@ def test_the_oracles_tokens_and_every_entry(
     text += [emission.token for emission in found]
     # Feed the token emitted last, and let it through all stages.
     engine._run_first_stage()
-    assert stage_errors(engine, model, number, text[: engine._running[number].length]) == []
+    assert stage_errors(engine, model, number, text[: engine._sequences.running[number].length]) == []
     expected = naive_decode.decode(params, run, gpt.requested_exits(run), prompt, threshold, len(found))
     assert differences(found, expected) == []
 

@@ -7,11 +7,11 @@ tokens that it gets alone.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from eeplan.errors import DecodeError
+from eeplan.runtime.decode.admission import Admission
 from eeplan.runtime.decode.emission import Emission
 from eeplan.runtime.decode.lockstep import advance
 from eeplan.runtime.decode.modes import Decoder, decoder_on, drafting_exit
@@ -55,10 +55,7 @@ class LocalEngine:
         if isinstance(model, EarlyExitGPT):
             model = weights_of(model, model.run.training.seq_length, vocab_size)
         self._transformer = Transformer(model)
-        self._max_running = max_running
-        self._next = 0
-        self._waiting: OrderedDict[int, tuple[Request, float]] = OrderedDict()
-        self._running: dict[int, Running] = {}
+        self._sequences: Admission[Running] = Admission(max_running)
 
     def submit(self, request: Request) -> int:
         """Take a sequence in; see ``requests.Engine``."""
@@ -66,60 +63,51 @@ class LocalEngine:
             raise DecodeError("mode is 'pipeline'; it takes several processes, this engine has one")
         weights = self._transformer.weights
         check_request(request, weights, weights.stage.exits)
-        number = self._next
-        self._next += 1
-        self._waiting[number] = (request, time.perf_counter())
-        return number
+        return self._sequences.submit(request)
 
     def cancel(self, request: int) -> None:
         """Drop a sequence and free its keys and values; unknown and finished ones are ignored."""
-        self._waiting.pop(request, None)
-        self._running.pop(request, None)
+        self._sequences.drop(request)
 
     def step(self) -> list[TokenEvent]:
         """Run one forward of every sequence; first let waiting ones join where there is room.
 
         A sequence that drafts may have no event in a step, or several.
         """
-        self._admit()
-        emitted = advance(self._transformer, [one.program for one in self._running.values()])
+        self._sequences.admit(self._join)
+        running = self._sequences.running
+        emitted = advance(self._transformer, [one.program for one in running.values()])
         events: list[TokenEvent] = []
-        for (number, sequence), emissions in zip(list(self._running.items()), emitted, strict=True):
+        for (number, sequence), emissions in zip(list(running.items()), emitted, strict=True):
             events += events_of(number, sequence, emissions)
             if events and events[-1].request == number and events[-1].finish is not None:
-                del self._running[number]
+                del running[number]
         return events
 
     @property
     def running(self) -> int:
         """Sequences that hold keys and values."""
-        return len(self._running)
+        return len(self._sequences.running)
 
     @property
     def waiting(self) -> int:
         """Sequences that were submitted and have not joined."""
-        return len(self._waiting)
+        return self._sequences.waiting
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of keys and values that are allocated now."""
-        return sum(one.decoder.rows.network.store.nbytes for one in self._running.values())
+        return sum(one.decoder.rows.network.store.nbytes for one in self._sequences.running.values())
 
     def decoder(self, request: int) -> Decoder:
         """The decoder of a sequence that is running: its keys and values, and what it has computed."""
-        return self._running[request].decoder
+        return self._sequences.running[request].decoder
 
     def close(self) -> None:
         """Drop all sequences."""
-        self._waiting.clear()
-        self._running.clear()
+        self._sequences.clear()
 
-    def _admit(self) -> None:
-        while self._waiting and len(self._running) < self._max_running:
-            number, (request, since_s) = self._waiting.popitem(last=False)
-            self._running[number] = self._join(request, since_s)
-
-    def _join(self, request: Request, since_s: float) -> Running:
+    def _join(self, _: int, request: Request, since_s: float) -> Running:
         options = request.options
         capacity = capacity_of(request, self._transformer.weights.run.training.seq_length)
         decoder = decoder_on(

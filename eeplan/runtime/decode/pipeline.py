@@ -12,7 +12,6 @@ With one stage nothing is started, and every token runs through all layers, what
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Protocol
 import torch
 
 from eeplan.errors import DecodeError
+from eeplan.runtime.decode.admission import Admission
 from eeplan.runtime.decode.emission import Emission
 from eeplan.runtime.decode.engine import capacity_of, check_request
 from eeplan.runtime.decode.network import Transformer
@@ -97,10 +97,8 @@ class PipelineDriver:
     ) -> None:
         self._runner, self._later, self._exits = StageRunner(first), later, exits
         self._weights = first.weights
-        self._max_running, self._timeout_s = max_running, timeout_s
-        self._next = 0
-        self._waiting: OrderedDict[int, tuple[Request, float]] = OrderedDict()
-        self._running: dict[int, _Running] = {}
+        self._timeout_s = timeout_s
+        self._sequences: Admission[_Running] = Admission(max_running)
         self._queue: list[Message] = []
         self._arrived: list[tuple[int, Emission]] = []
         self._threads_before = torch.get_num_threads()
@@ -113,23 +111,19 @@ class PipelineDriver:
             modes = " or ".join(PIPELINE_MODES)
             raise DecodeError(f"mode is '{request.options.mode}'; pipeline stages decode in mode {modes}")
         check_request(request, self._weights, self._exits)
-        number = self._next
-        self._next += 1
-        self._waiting[number] = (request, time.perf_counter())
-        return number
+        return self._sequences.submit(request)
 
     def cancel(self, request: int) -> None:
         """Drop a sequence and free its keys and values; unknown and finished ones are ignored."""
-        self._waiting.pop(request, None)
-        if self._running.pop(request, None) is not None:
+        if self._sequences.drop(request):
             self._queue = [message for message in self._queue if message.sequence != request]
             self._queue.append(Closing(request))
             self._run_first_stage()
 
     def step(self) -> list[TokenEvent]:
         """Start what can start on the first stage, and wait for at least one token if nothing can."""
-        self._join()
-        events = self._take(None if not self._queue and self._running else 0.0)
+        self._sequences.admit(self._join)
+        events = self._take(None if not self._queue and self._sequences.running else 0.0)
         if self._queue:
             self._run_first_stage()
             events += self._take(0.0)
@@ -138,12 +132,12 @@ class PipelineDriver:
     @property
     def running(self) -> int:
         """Sequences that hold keys and values."""
-        return len(self._running)
+        return len(self._sequences.running)
 
     @property
     def waiting(self) -> int:
         """Sequences that were submitted and have not joined."""
-        return len(self._waiting)
+        return self._sequences.waiting
 
     @property
     def kv_bytes(self) -> int:
@@ -157,24 +151,22 @@ class PipelineDriver:
 
     def close(self) -> None:
         """End all processes; safe to call twice."""
-        self._waiting.clear()
-        self._running.clear()
+        self._sequences.clear()
         self._later.close()
         torch.set_num_threads(self._threads_before)
 
-    def _join(self) -> None:
-        while self._waiting and len(self._running) < self._max_running:
-            number, (request, since_s) = self._waiting.popitem(last=False)
-            options = request.options
-            capacity = capacity_of(request, self._weights.run.training.seq_length)
-            generator = torch.Generator().manual_seed(options.seed)
-            self._running[number] = _Running(request, generator, capacity, since_s)
-            in_use = options.policy.for_exits(self._exits) if options.mode == "pipeline" else ()
-            depths = tuple((exit_.depth, threshold) for exit_, threshold in in_use)
-            self._feed(number, request.prompt, Opening(options, capacity, depths))
+    def _join(self, number: int, request: Request, since_s: float) -> _Running:
+        options = request.options
+        capacity = capacity_of(request, self._weights.run.training.seq_length)
+        sequence = _Running(request, torch.Generator().manual_seed(options.seed), capacity, since_s)
+        in_use = options.policy.for_exits(self._exits) if options.mode == "pipeline" else ()
+        depths = tuple((exit_.depth, threshold) for exit_, threshold in in_use)
+        self._feed(number, sequence, request.prompt, Opening(options, capacity, depths))
+        return sequence
 
-    def _feed(self, number: int, tokens: tuple[int, ...], opening: Opening | None = None) -> None:
-        sequence = self._running[number]
+    def _feed(
+        self, number: int, sequence: _Running, tokens: tuple[int, ...], opening: Opening | None = None
+    ) -> None:
         options = sequence.request.options
         self._queue.append(
             Rows(
@@ -208,10 +200,12 @@ class PipelineDriver:
                     f"no pipeline stage has answered for {self._timeout_s:g} s; they were ended"
                 )
         arrived, self._arrived = self._arrived, []
-        return [self._event(number, emission) for number, emission in arrived if number in self._running]
+        return [
+            self._event(number, emission) for number, emission in arrived if number in self._sequences.running
+        ]
 
     def _event(self, number: int, emission: Emission) -> TokenEvent:
-        sequence = self._running[number]
+        sequence = self._sequences.running[number]
         now_s = time.perf_counter()
         latency_s, sequence.since_s = now_s - sequence.since_s, now_s
         sequence.emitted += 1
@@ -221,9 +215,9 @@ class PipelineDriver:
         elif sequence.length >= sequence.capacity:
             finish = "length"
         if finish is None:
-            self._feed(number, (emission.token,))
+            self._feed(number, sequence, (emission.token,))
         else:
-            del self._running[number]
+            self._sequences.drop(number)
             self._queue.append(Closing(number))
         return TokenEvent(number, None if finish == "stop" else emission, finish, latency_s)
 
