@@ -80,6 +80,7 @@ def serve(
     candidate_source: options.CandidateSource = None,
     frequent_from: options.FrequentFrom = None,
     measure_candidates: options.MeasureCandidates = False,
+    dtype: options.Dtype = None,
     pipeline_size: PipelineSize = 1,
     tensor_size: TensorSize = 1,
     name: options.ModelName = None,
@@ -113,6 +114,7 @@ def serve(
             mode=mode,
             candidates=AskedCandidates(candidates, candidate_source, frequent_from, measure_candidates),
             max_running=max_running,
+            dtype=dtype,
             pipeline_size=pipeline_size,
             tensor_size=tensor_size,
         ) as (served, engine):
@@ -159,6 +161,7 @@ def chat(
     temperature: options.Temperature = 0.7,
     top_p: options.TopP = 0.0,
     seed: options.Seed = 1,
+    dtype: options.Dtype = None,
     pipeline_size: PipelineSize = 1,
     tensor_size: TensorSize = 1,
 ) -> None:
@@ -179,6 +182,7 @@ def chat(
             threshold=threshold or (),
             mode=mode,
             max_running=1,
+            dtype=dtype,
             pipeline_size=pipeline_size,
             tensor_size=tensor_size,
         ) as (served, engine):

@@ -30,7 +30,7 @@ SURFACE = {
         *("--mode", "--recompute-limit", "--exits", "--confidence", "--first-early-token"),
         *("--top-k", "--top-p", "--repetition-penalty", "--stop", "--compare-full"),
         *("--candidates", "--candidate-source", "--frequent-from", "--measure-candidates"),
-        *("--pipeline-size", "--tensor-size"),
+        *("--dtype", "--pipeline-size", "--tensor-size"),
     },
     "calibrate": {
         *("checkpoint", "--data", "--risk", "--confidence", "--metric", "--unit", "--exit-confidence"),
@@ -39,12 +39,12 @@ SURFACE = {
     "serve": {
         *("checkpoint", "--host", "--port", "--threshold", "--mode", "--model-name"),
         *("--candidates", "--candidate-source", "--frequent-from", "--measure-candidates"),
-        *("--pipeline-size", "--tensor-size"),
+        *("--dtype", "--pipeline-size", "--tensor-size"),
         *("--api-key-file", "--max-running", "--max-waiting", "--max-tokens", "--max-choices", "--grace"),
     },
     "chat": {
         *("checkpoint", "--threshold", "--mode", "--max-new-tokens", "--temperature", "--top-p", "--seed"),
-        *("--pipeline-size", "--tensor-size"),
+        *("--dtype", "--pipeline-size", "--tensor-size"),
     },
     "evaluate": {
         *("checkpoint", "--data", "--usage-out", "--profile", "--confidence", "--max-tokens", "--json"),

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core import parallel_state
 
 from eeplan.errors import CheckpointError, DecodeError
@@ -17,13 +18,16 @@ from eeplan.runtime import backend
 from eeplan.runtime.checkpoint import load_model, load_tokenizer_path
 from eeplan.runtime.decode.emission import CheckCounts, Emission
 from eeplan.runtime.decode.exit_check import shortlist_facts
-from eeplan.runtime.decode.modes import Decoder, make_decoder
-from eeplan.runtime.decode.options import GenerateOptions
+from eeplan.runtime.decode.modes import Decoder, decoder_on
+from eeplan.runtime.decode.network import DecodeNetwork, Transformer
+from eeplan.runtime.decode.options import GenerateOptions, dtype_name
 from eeplan.runtime.decode.speculative import SpeculativeDecoder
 from eeplan.runtime.decode.stop_text import Piece, StopText
+from eeplan.runtime.decode.weights import Weights, weights_of
 from eeplan.runtime.model import EarlyExitGPT
 from eeplan.runtime.stage import FINAL, exit_name
 from eeplan.runtime.tokenizer import Tokenizer, load_tokenizer
+from eeplan.spec import RunSpec
 
 WARM_UP_TOKENS = 4
 TokenCallback = Callable[[dict[str, Any]], None]
@@ -38,6 +42,7 @@ def generate_text(
     *,
     stop: Sequence[str] = (),
     compare_full: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> dict[str, Any]:
     """Load a checkpoint on this process and continue ``prompt``.
 
@@ -45,6 +50,7 @@ def generate_text(
         checkpoint: a checkpoint folder, or a run's folder, whose latest one is taken.
         stop: see :func:`continue_prompt`.
         compare_full: also continue with the full model, for its speed and its tokens.
+        dtype: to compute in; default, the checkpoint's own.
 
     Returns:
         As :func:`continue_prompt`; with ``compare_full`` also ``full``: its ``text`` and ``tokens_per_s``,
@@ -57,8 +63,9 @@ def generate_text(
     if not prompt:
         raise DecodeError("the prompt is empty; give at least one character to continue")
     with this_process() as here:
-        model, _ = load_model(checkpoint, here)
+        loaded, _ = load_model(checkpoint, here)
         tokenizer = load_tokenizer(load_tokenizer_path(checkpoint))
+        model = weights_of(loaded, loaded.run.training.seq_length, tokenizer.vocab_size, dtype=dtype)
         if not compare_full:
             return continue_prompt(model, tokenizer, prompt, options, on_token, stop)
         full = replace(options, mode="full")
@@ -83,14 +90,14 @@ def _compared(result: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
 
 
 def continue_prompt(
-    model: EarlyExitGPT,
+    model: EarlyExitGPT | Weights,
     tokenizer: Tokenizer,
     prompt: str,
     options: GenerateOptions,
     on_token: TokenCallback | None = None,
     stop: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Continue ``prompt`` with a model that is already loaded, whole, on this process.
+    """Continue ``prompt`` with a model that is already loaded, or its weights, whole, on this process.
 
     Ends after ``max_new_tokens``, at the end-of-text token (listed, with empty text), when the sequence is
     as long as the model was trained for, or at a text of ``stop``, which is not part of the continuation.
@@ -103,23 +110,25 @@ def continue_prompt(
         ``layers_per_token``, decoder layers really run per new token after the first, recomputed, forced and
         refused ones included (None for one token); ``seconds``, prompt included; ``tokens_per_s``, new tokens
         over those seconds; ``threshold`` and ``recompute_limit`` as given; ``drafts``, {"drafted",
-        "accepted"} of ``self_speculative``, else None; ``candidates``, see ``exit_check.shortlist_facts``.
+        "accepted"} of ``self_speculative``, else None; ``dtype``, computed in; ``candidates``, see
+        ``exit_check.shortlist_facts``.
 
     Raises:
         DecodeError: the prompt is empty or too long; the model lacks an exit. CheckpointError: tokenizer and
             model do not belong together. DataError: the prompt is no valid text.
     """
-    ids = _prompt_ids(model, tokenizer, prompt)
-    decoder = make_decoder(
-        model,
+    ids = _prompt_ids(model.run, tokenizer, prompt)
+    if isinstance(model, EarlyExitGPT):
+        model = weights_of(model, model.run.training.seq_length, tokenizer.vocab_size)
+    # The last token is emitted, never fed.
+    capacity = min(model.run.training.seq_length, len(ids) + options.max_new_tokens - 1)
+    decoder = decoder_on(
+        DecodeNetwork.of(Transformer(model), capacity),
         options.mode,
         options.policy,
         options.sampling,
         seed=options.seed,
         recompute_limit=options.recompute_limit,
-        # The last token is emitted, never fed.
-        capacity=min(model.run.training.seq_length, len(ids) + options.max_new_tokens - 1),
-        vocab_size=tokenizer.vocab_size,
     )
     begin_s = time.perf_counter()
     text = StopText(tokenizer, stop)
@@ -142,6 +151,7 @@ def continue_prompt(
         "threshold": options.policy.threshold,
         "recompute_limit": options.recompute_limit,
         "drafts": _drafts(decoder),
+        "dtype": dtype_name(model.dtype),
         "candidates": shortlist_facts(options.policy.candidates, total_checks(emitted)),
     }
 
@@ -188,8 +198,7 @@ def shown_token(piece: Piece) -> dict[str, Any]:
     }
 
 
-def _prompt_ids(model: EarlyExitGPT, tokenizer: Tokenizer, prompt: str) -> list[int]:
-    run = model.run
+def _prompt_ids(run: RunSpec, tokenizer: Tokenizer, prompt: str) -> list[int]:
     if tokenizer.vocab_size > run.model.vocab_size:
         raise CheckpointError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model {run.model.vocab_size}; use the "
@@ -216,9 +225,9 @@ def this_process() -> Iterator[backend.Backend]:
         yield here
 
 
-def _histogram(model: EarlyExitGPT, emitted: list[Emission]) -> dict[str, int]:
+def _histogram(model: Weights, emitted: list[Emission]) -> dict[str, int]:
     counts = Counter(emission.exit for emission in emitted)
-    depths = sorted(exit_.depth for exit_ in model.stage_spec.exits)
+    depths = [exit_.depth for exit_ in model.stage.exits]
     return {name: counts[name] for name in (*map(exit_name, depths), FINAL)}
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
+
+import torch
 
 from eeplan.errors import DecodeError
 from eeplan.runtime.decode.modes import (
@@ -15,6 +18,8 @@ from eeplan.runtime.decode.modes import (
 )
 from eeplan.runtime.decode.policy import Candidates, ExitPolicy, candidates_of, exit_policy
 from eeplan.runtime.decode.sampling import Sampling, sampling
+from eeplan.runtime.precision import dtype_of
+from eeplan.spec import Precision
 
 NO_CANDIDATES: dict[Mode, str] = {
     "full": "checks no exit",
@@ -111,6 +116,24 @@ def check_candidates(candidates: Candidates, mode: Mode) -> None:
         raise DecodeError(
             f"candidates: mode '{mode}' {NO_CANDIDATES[mode]}; use another mode, or leave candidates out"
         )
+
+
+def parse_dtype(name: str | None, own: Precision) -> Precision:
+    """Kind of number to compute in; None is the checkpoint's own.
+
+    Raises:
+        DecodeError: there is none of this name.
+    """
+    for precision in get_args(Precision):
+        if name in (None, precision):
+            return own if name is None else precision
+    raise DecodeError(f"dtype is '{name}'; expected one of {', '.join(get_args(Precision))}")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As :func:`parse_dtype` takes it; torch's own name for others."""
+    names = {dtype_of(precision): precision for precision in get_args(Precision)}
+    return names.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def parse_exits(text: str | None) -> list[int] | None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from eeplan.errors import CheckpointError
+from eeplan.errors import CheckpointError, DecodeError
 from eeplan.runtime.decode.team import ALONE, Team
 from eeplan.runtime.model import EarlyExitGPT, StageSpec
 from eeplan.spec import RunSpec
@@ -85,15 +85,27 @@ class Weights:
         return self.layers[0].qkv.device
 
 
-def weights_of(model: EarlyExitGPT, positions: int, vocab_size: int | None = None) -> Weights:
+def weights_of(
+    model: EarlyExitGPT,
+    positions: int,
+    vocab_size: int | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Weights:
     """Parameters of a model in memory: whole, on this process, without tensor parallelism.
 
     Args:
         positions: most tokens of a sequence.
         vocab_size: tokens that may be emitted; default, the model's vocabulary without padding.
+        dtype: to compute in; default, the model's own, in which parameters are not copied.
+
+    Raises:
+        DecodeError: a parameter does not fit into ``dtype``.
     """
     run = model.run
-    named = {name: parameter.detach() for name, parameter in model.named_global_parameters()}
+    named = {
+        name: _cast(name, parameter.detach(), dtype) for name, parameter in model.named_global_parameters()
+    }
     with torch.no_grad():
         angles = model.rotary(positions)
     return weights_from(
@@ -119,6 +131,7 @@ def stored_weights(
 
     Raises:
         CheckpointError: a tensor is missing or not readable.
+        DecodeError: one does not fit into ``dtype``.
     """
     reader = dcp.FileSystemReader(folder)
     try:
@@ -137,7 +150,7 @@ def stored_weights(
     except (OSError, RuntimeError, ValueError, KeyError, dcp.CheckpointException) as error:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"checkpoint {folder} does not fit its plan: {first_line}") from None
-    named = {name: tensor.to(device=device, dtype=dtype) for name, tensor in state.items()}
+    named = {name: _cast(name, tensor, dtype).to(device) for name, tensor in state.items()}
     angles = rotary_angles(run, run.training.seq_length).to(device)
     return weights_from(named, run, stage, angles, vocab_size, team)
 
@@ -198,6 +211,19 @@ def rotation(angles_P11D: Tensor, queries: int, dtype: torch.dtype) -> tuple[Ten
         return torch.cat(parts, dim=2).to(dtype)
 
     return with_value(cos, 1.0), with_value(signed, 0.0)
+
+
+def _cast(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if dtype is None or tensor.dtype == dtype:
+        return tensor
+    cast = tensor.to(dtype)
+    largest = torch.finfo(dtype).max
+    if largest < torch.finfo(tensor.dtype).max and bool((cast.isinf() & tensor.isfinite()).any()):
+        raise DecodeError(
+            f"{name} has numbers beyond {largest:g}, the largest of {str(dtype).removeprefix('torch.')}; use "
+            "another dtype"
+        )
+    return cast
 
 
 def _names(run: RunSpec, stage: StageSpec) -> list[str]:

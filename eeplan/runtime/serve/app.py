@@ -189,6 +189,7 @@ def model_facts(served: Served) -> dict[str, Any]:
             "decode_modes": list(served.modes),
             "decode_mode": served.default_mode,
             "early_exit_threshold": list(served.thresholds),
+            "dtype": served.dtype,
             "calibrated": served.is_calibrated,
             "certificate": promise,
             "chat_template": "tokenizer" if served.template.source else "plain turns",

@@ -11,20 +11,28 @@ from typing import Any
 from eeplan.errors import DecodeError
 from eeplan.plan import load_plan
 from eeplan.runtime.checkpoint import PLAN, TOKENIZER, usable
-from eeplan.runtime.decode.certificate import Certificate, load_certificate
+from eeplan.runtime.decode.certificate import Certificate
 from eeplan.runtime.decode.emission import Emission
 from eeplan.runtime.decode.exit_check import shortlist_facts
 from eeplan.runtime.decode.frequent import AskedCandidates, known_frequent
 from eeplan.runtime.decode.generate import TokenCallback, generate_text, shown_token, total_checks
 from eeplan.runtime.decode.modes import DEFAULT_MODE
-from eeplan.runtime.decode.options import GenerateOptions, generate_options, parse_exits
+from eeplan.runtime.decode.options import GenerateOptions, generate_options, parse_dtype, parse_exits
 from eeplan.runtime.decode.policy import Candidates
 from eeplan.runtime.decode.requests import Engine, Request
 from eeplan.runtime.decode.stop_text import StopText
-from eeplan.runtime.serve.opening import default_thresholds, opened, threshold_numbers, thresholds_sentence
+from eeplan.runtime.precision import dtype_of
+from eeplan.runtime.serve.opening import (
+    default_thresholds,
+    opened,
+    threshold_numbers,
+    thresholds_sentence,
+    valid_certificate,
+)
 from eeplan.runtime.serve.settings import Served
 from eeplan.runtime.stage import FINAL, exit_name
 from eeplan.runtime.tokenizer import load_tokenizer
+from eeplan.spec import RunSpec
 
 
 def generate(
@@ -38,6 +46,7 @@ def generate(
     stop: Sequence[str] = (),
     compare_full: bool = False,
     candidates: AskedCandidates | None = None,
+    dtype: str | None = None,
     pipeline_size: int = 1,
     tensor_size: int = 1,
     on_token: TokenCallback | None = None,
@@ -50,6 +59,7 @@ def generate(
         threshold: see ``opening.default_thresholds``.
         exits: depths with commas, None for all.
         confidence: measure of the exits; None is the certificate's, or the largest probability.
+        dtype: what to compute in, ``fp32``, ``bf16`` or ``fp16``; default, the checkpoint's own.
         candidates: a shortlist to look at before an exit's full head; None for none.
         say: gets a line where thresholds were not given.
         options: the other fields of ``generate_options``.
@@ -66,9 +76,11 @@ def generate(
         raise DecodeError("stop is an empty text; give at least one character")
     threshold_numbers(threshold)
     folder, manifest, _ = usable(checkpoint)
-    certificate = load_certificate(folder, str(manifest["manifest_sha256"]))
+    run = load_plan(folder / PLAN).run
+    precision = parse_dtype(dtype, run.training.precision)
+    certificate = valid_certificate(folder, str(manifest["manifest_sha256"]), run, precision, threshold)
     thresholds = default_thresholds(threshold, certificate)
-    shortlist = _shortlist(candidates or AskedCandidates(), folder)
+    shortlist = _shortlist(candidates or AskedCandidates(), folder, run)
     if not threshold:
         say(thresholds_sentence(thresholds, certificate, shortlist))
     asked = generate_options(
@@ -83,11 +95,21 @@ def generate(
         **options,
     )
     if pipeline_size * tensor_size == 1:
-        return generate_text(checkpoint, prompt, asked, on_token, stop=stop, compare_full=compare_full)
+        kind = dtype_of(precision)
+        return generate_text(
+            checkpoint, prompt, asked, on_token, stop=stop, compare_full=compare_full, dtype=kind
+        )
     if compare_full:
         raise DecodeError("--compare-full is for one process; leave out --pipeline-size and --tensor-size")
-    several = opened(checkpoint, max_running=1, pipeline_size=pipeline_size, tensor_size=tensor_size)
-    with several as (served, engine):
+    with opened(
+        checkpoint,
+        # What is asked for is decided above.
+        threshold=("1",),
+        dtype=dtype,
+        max_running=1,
+        pipeline_size=pipeline_size,
+        tensor_size=tensor_size,
+    ) as (served, engine):
         ids = served.tokenizer.encode(prompt)
         return continue_on(engine, served, ids, asked, stop, on_token) | {"prompt": prompt}
 
@@ -141,11 +163,12 @@ def continue_on(
         "threshold": options.policy.threshold,
         "recompute_limit": options.recompute_limit,
         "drafts": None,
+        "dtype": served.dtype,
         "candidates": shortlist_facts(options.policy.candidates, total_checks(emitted)),
     }
 
 
-def _shortlist(asked: AskedCandidates, folder: Path) -> Candidates:
+def _shortlist(asked: AskedCandidates, folder: Path, run: RunSpec) -> Candidates:
     """Of frequent tokens, if they are wanted, by the checkpoint's own tokenizer and training data."""
     if asked == AskedCandidates():
         return Candidates()

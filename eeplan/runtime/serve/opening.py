@@ -15,14 +15,17 @@ from eeplan.runtime.decode.engine import LocalEngine
 from eeplan.runtime.decode.frequent import AskedCandidates, known_frequent
 from eeplan.runtime.decode.generate import this_process
 from eeplan.runtime.decode.modes import DEFAULT_MODE, MODES, decode_mode
-from eeplan.runtime.decode.options import check_candidates
+from eeplan.runtime.decode.options import check_candidates, parse_dtype
 from eeplan.runtime.decode.pipeline import PIPELINE_MODES, PipelineEngine
 from eeplan.runtime.decode.policy import Candidates, exit_policy
 from eeplan.runtime.decode.requests import Engine
+from eeplan.runtime.decode.weights import weights_of
 from eeplan.runtime.model import ExitSpec
+from eeplan.runtime.precision import dtype_of
 from eeplan.runtime.serve.chat import chat_template
 from eeplan.runtime.serve.settings import Served
 from eeplan.runtime.tokenizer import load_tokenizer
+from eeplan.spec import Precision, RunSpec
 
 CALIBRATED = "calibrated"
 NEVER = (1.0,)
@@ -36,6 +39,7 @@ def opened(
     threshold: Sequence[str] = (),
     mode: str | None = None,
     candidates: AskedCandidates | None = None,
+    dtype: str | None = None,
     max_running: int = 8,
     pipeline_size: int = 1,
     tensor_size: int = 1,
@@ -48,6 +52,7 @@ def opened(
         threshold: numbers, or ``calibrated``; see :func:`default_thresholds`.
         mode: where requests name none; by default what suits the number of processes.
         candidates: where requests name none; None is none.
+        dtype: what to compute in, ``fp32``, ``bf16`` or ``fp16``; default, the checkpoint's own.
         pipeline_size: stages, each in a process of its own.
         tensor_size: processes that share each stage; with 1 of both this process decodes.
 
@@ -58,10 +63,11 @@ def opened(
     folder, manifest, notes = usable(checkpoint)
     for note in notes:
         print(f"eeplan: {note}", file=sys.stderr)
-    certificate = load_certificate(folder, str(manifest["manifest_sha256"]))
+    plan = load_plan(folder / PLAN)
+    precision = parse_dtype(dtype, plan.run.training.precision)
+    certificate = valid_certificate(folder, str(manifest["manifest_sha256"]), plan.run, precision, threshold)
     thresholds = default_thresholds(threshold, certificate)
     tokenizer = load_tokenizer(folder / TOKENIZER)
-    plan = load_plan(folder / PLAN)
     if tokenizer.vocab_size > plan.run.model.vocab_size:
         raise DecodeError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model {plan.run.model.vocab_size}; "
@@ -93,17 +99,19 @@ def opened(
         created=int(folder.stat().st_mtime),
         modes=modes,
         default_mode=default_mode,
+        dtype=precision,
         candidates=shortlist,
         frequent=frequent,
     )
-    with _engine(folder, tokenizer.vocab_size, max_running, pipeline_size, tensor_size) as engine:
+    with _engine(folder, served, max_running, pipeline_size, tensor_size) as engine:
         yield served, engine
 
 
 @contextlib.contextmanager
 def _engine(
-    folder: Path, vocab_size: int, max_running: int, pipeline_size: int, tensor_size: int
+    folder: Path, served: Served, max_running: int, pipeline_size: int, tensor_size: int
 ) -> Iterator[Engine]:
+    vocab_size, dtype = served.tokenizer.vocab_size, dtype_of(served.dtype)
     with this_process() as here:
         if pipeline_size * tensor_size > 1:
             pipeline = PipelineEngine(
@@ -112,6 +120,7 @@ def _engine(
                 tensor_size=tensor_size,
                 vocab_size=vocab_size,
                 max_running=max_running,
+                dtype=str(dtype).removeprefix("torch."),
             )
             try:
                 yield pipeline
@@ -119,8 +128,40 @@ def _engine(
                 pipeline.close()
             return
         model, _ = load_model(folder, here)
-        model.eval()
-        yield LocalEngine(model, vocab_size=vocab_size, max_running=max_running)
+        weights = weights_of(model, served.seq_length, vocab_size, dtype=dtype)
+        del model
+        yield LocalEngine(weights, max_running=max_running)
+
+
+def valid_certificate(
+    folder: Path, manifest_sha256: str, run: RunSpec, precision: Precision, asked: Sequence[str] = ()
+) -> Certificate | None:
+    """The checkpoint's certificate, if it has one that holds for what is computed in ``precision``.
+
+    It was made with the checkpoint's own kind of number. Other numbers round confidences and likeliest tokens
+    differently, and the bound says nothing of them; then stderr says so, where the thresholds would be its.
+
+    Args:
+        asked: thresholds, see :func:`default_thresholds`.
+
+    Raises:
+        DecodeError: the certificate's thresholds are asked for, and it does not hold.
+        CheckpointError: it is damaged.
+    """
+    own, certificate = run.training.precision, load_certificate(folder, manifest_sha256)
+    if certificate is None or precision == own:
+        return certificate
+    if list(asked) == [CALIBRATED]:
+        raise DecodeError(
+            f"threshold is 'calibrated', but the certificate holds for {own}, in which it was made, and not "
+            f"for {precision}; leave the dtype out, or give a threshold"
+        )
+    if not asked:
+        print(
+            f"eeplan: the checkpoint's certificate holds for {own}, not for {precision}; it is not used",
+            file=sys.stderr,
+        )
+    return None
 
 
 def default_thresholds(asked: Sequence[str], certificate: Certificate | None) -> tuple[float, ...]:

@@ -9,6 +9,7 @@ from eeplan.runtime.decode.certificate import Certificate
 from eeplan.runtime.decode.policy import Candidates
 from eeplan.runtime.serve.chat import ChatTemplate
 from eeplan.runtime.tokenizer import Tokenizer
+from eeplan.spec import Precision
 
 LOOPBACK = "127.0.0.1"
 
@@ -62,6 +63,8 @@ class Served:
     """Seconds since 1970."""
     modes: tuple[str, ...]
     default_mode: str
+    dtype: Precision = "fp32"
+    """What it computes in."""
     candidates: Candidates = field(default_factory=Candidates)
     """Where a request names none; only for modes that check exits with them."""
     frequent: tuple[int, ...] = ()
