@@ -16,26 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from world import edit_yaml, make_world, tree
+from world import edit_yaml, tree
 
 from eeplan.cli import main
 
 PLAN_IT = "plan run.yaml --profile profile.yaml -o new/plan.yaml"
 TRAIN_IT = "train plan.yaml --out new/run"
 Arrange = Callable[[], object]
-
-
-@pytest.fixture(scope="session")
-def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_world(tmp_path_factory.mktemp("world"))
-
-
-@pytest.fixture
-def world(pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "world"
-    shutil.copytree(pristine, folder)
-    monkeypatch.chdir(folder)
-    return folder
 
 
 def check_refusal(

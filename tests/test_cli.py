@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import typer
-from world import make_world, tree
+from world import tree
 
 from eeplan import __version__, cli
 from eeplan.cli import main
@@ -72,19 +71,6 @@ SURFACE = {
 
 TALKING = ("serve", "chat")
 """Commands that go on, and have no result."""
-
-
-@pytest.fixture(scope="session")
-def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_world(tmp_path_factory.mktemp("cli-world"))
-
-
-@pytest.fixture
-def world(pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "world"
-    shutil.copytree(pristine, folder)
-    monkeypatch.chdir(folder)
-    return folder
 
 
 def surface(command: Any, prefix: str = "") -> dict[str, set[str]]:

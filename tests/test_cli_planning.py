@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,25 +11,12 @@ from typing import Any
 import pandas as pd
 import pytest
 import yaml
-from world import make_world, tree
+from world import tree
 
 from eeplan.cli import main
 from eeplan.plan import load_plan
 from eeplan.profile import load_profile
 from eeplan.spec import load_run
-
-
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_world(tmp_path_factory.mktemp("planning-world"))
-
-
-@pytest.fixture
-def world(pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "world"
-    shutil.copytree(pristine, folder)
-    monkeypatch.chdir(folder)
-    return folder
 
 
 def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:

@@ -1,32 +1,27 @@
 """The ranks of test_evaluation: one model evaluated in several layouts.
 
-Run as ``python -m evaluation_worker FOLDER LAYOUT...``; FOLDER has ``LAYOUT.yaml``, the plan of each, and
+``main`` gets a folder, and layouts; the folder has ``LAYOUT.yaml``, the plan of each, and
 gets a folder of that name with what rank 0 would leave in a run folder.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from ranks import forget_layout
 
 from eeplan.plan import load_plan
 from eeplan.runtime import evaluation
 from eeplan.runtime.backend import stop
-from eeplan.runtime.launch import die_with_parent
 from eeplan.runtime.setup import set_up
 
 
 def main(folder: str, *layouts: str) -> None:
-    die_with_parent()
-    torch.set_num_threads(1)
     for layout in layouts:
-        if parallel_state.model_parallel_is_initialized():
-            parallel_state.destroy_model_parallel()
+        forget_layout()
         rank = set_up(load_plan(Path(folder) / f"{layout}.yaml"))
         before = torch.get_rng_state()
         evaluator = evaluation.evaluators(rank)["valid"]
@@ -42,7 +37,3 @@ def main(folder: str, *layouts: str) -> None:
         else:
             assert first.outcomes is None
     stop()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

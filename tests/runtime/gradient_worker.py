@@ -10,6 +10,7 @@ import torch.distributed as dist
 from builders import make_plan
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from ranks import forget_layout
 from torch import Tensor
 
 from eeplan.runtime.backend import cuda_names_on_cpu, stop
@@ -99,8 +100,8 @@ def run_stock(rank: Rank, batches: list[Batch]) -> dict[str, Tensor]:
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
     """Losses and synchronised gradients of this rank's pipeline stage, under global names."""
     run = validate(case["run"], RunSpec, "case")
-    # Cases of one world size differ in layout; the process group stays, megatron-core's groups do not.
-    parallel_state.destroy_model_parallel()
+    # Cases of one world size differ in layout.
+    forget_layout()
     rank = set_up(make_plan(run))
     load(rank, case["parameters"])
     rank.training.zero_gradients()

@@ -1,11 +1,10 @@
 """The ranks of test_losses: every case on this rank's share of the vocabulary.
 
-Run as ``python -m losses_worker FOLDER``; FOLDER has ``inputs.pt``, rank r writes ``seen.r.pt``.
+``main`` gets a folder with ``inputs.pt``; rank r writes ``seen.r.pt``.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from megatron.core import parallel_state
 from oracles.naive_losses import LossCase
 
 from eeplan.runtime.backend import start, stop
-from eeplan.runtime.launch import die_with_parent
 from eeplan.runtime.losses import head_loss, judge_tokens
 from eeplan.spec import DistillationSpec
 
@@ -56,8 +54,6 @@ def judged(inputs: dict[str, Any], vocab_size: int) -> tuple[torch.Tensor, ...]:
 
 
 def main(folder: str) -> None:
-    die_with_parent()
-    torch.set_num_threads(1)
     inputs = torch.load(Path(folder) / "inputs.pt", weights_only=False)
     backend = start(tensor_model_parallel_size=inputs["size"])
     result = {
@@ -66,7 +62,3 @@ def main(folder: str) -> None:
     }
     torch.save(result, Path(folder) / f"seen.{backend.rank}.pt")
     stop()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

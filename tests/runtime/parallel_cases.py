@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import math
-import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from builders import make_plan, run_document
 from four_layers import four_layers
 from oracles import reference_gpt as gpt
 from parallel_worker import Outcome, Work, layout_of, run_case, text_of
+from ranks import run_ranks
 
 from eeplan.runtime.backend import Backend, start, stop
 from eeplan.runtime.checkpoint_state import whole_state
-from eeplan.runtime.launch import launch
 from eeplan.runtime.model import build_model, whole_model_spec
 from eeplan.schema import validate
 from eeplan.spec import HEAD_KINDS, RunSpec
@@ -166,11 +164,9 @@ def _write_seed(folder: Path, case: Case, here: Backend) -> str:
 def run_on_ranks(cases: Sequence[Work], nproc: int) -> list[Outcome]:
     """All cases in one process group of ``nproc`` ranks; those of one layout after each other."""
     order = sorted(range(len(cases)), key=lambda i: layout_of(cases[i].plan))
-    here = Path(__file__).parent
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+    with tempfile.TemporaryDirectory() as folder:
         torch.save([cases[i] for i in order], Path(folder) / "cases.pt")
-        patch.setenv("PYTHONPATH", f"{here}{os.pathsep}{here.parent}")
-        launch("parallel_worker", [folder], nproc=nproc, threads_per_process=1)
+        run_ranks("parallel_worker", [folder], nproc=nproc)
         found = [Outcome(**one) for one in torch.load(Path(folder) / "out.pt")]
     return [outcome for _, outcome in sorted(zip(order, found, strict=True), key=lambda pair: pair[0])]
 

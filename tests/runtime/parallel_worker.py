@@ -1,13 +1,12 @@
 """Trains small models in many layouts, one process group for all: the ranks of test_parallel and its kin.
 
-Started by torchrun with a folder that holds ``cases.pt``; leaves ``out.pt`` there. :func:`run_case` also runs
+``main`` gets a folder that holds ``cases.pt``, and leaves ``out.pt`` there. :func:`run_case` also runs
 in a test's own process, as the layout of one.
 """
 
 from __future__ import annotations
 
 import hashlib
-import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from eeplan.runtime.backend import cuda_names_on_cpu, stop
 from eeplan.runtime.checkpoint_state import load_tensors
 from eeplan.runtime.executor import IterationRecord
 from eeplan.runtime.guard import Guard
-from eeplan.runtime.launch import die_with_parent
 from eeplan.runtime.setup import Rank, set_up
 from eeplan.runtime.sharding import gather_whole
 from eeplan.runtime.stage import Batch
@@ -178,15 +176,9 @@ def _whole_digests(rank: Rank) -> dict[str, str]:
 
 def main(folder: str) -> None:
     """Run all cases; rank 0 saves what they came to after each."""
-    die_with_parent()
-    torch.set_num_threads(1)
     outcomes = []
     for work in torch.load(Path(folder) / "cases.pt", weights_only=False):
         outcomes.append(asdict(run_case(work)))
         if dist.get_rank() == 0:
             torch.save(outcomes, Path(folder) / "out.pt")
     stop()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

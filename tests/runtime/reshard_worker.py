@@ -1,19 +1,18 @@
 """The ranks of test_checkpoint_reshard: one state through several layouts, then a poisoned parameter.
 
-Run as ``python -m reshard_worker FOLDER LAYOUT...``; FOLDER has ``LAYOUT.yaml``, the plan of each.
+``main`` gets a folder, and layouts; the folder has ``LAYOUT.yaml``, the plan of each.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from ranks import forget_layout
 
 from eeplan.errors import TrainingError
 from eeplan.plan import Plan, load_plan
@@ -21,7 +20,6 @@ from eeplan.runtime import loop, resume
 from eeplan.runtime.backend import stop
 from eeplan.runtime.batches import build_batches
 from eeplan.runtime.checkpoint_state import named_state, whole_state
-from eeplan.runtime.launch import die_with_parent
 from eeplan.runtime.setup import Rank, set_up
 
 STEPS = 3
@@ -41,8 +39,7 @@ def fingerprint(rank: Rank) -> dict[str, str]:
 
 
 def begin(plan: Plan) -> tuple[Rank, Any]:
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+    forget_layout()
     rank = set_up(plan)
     return rank, build_batches(plan.run, rank_info=rank.backend)
 
@@ -89,8 +86,6 @@ def poisoned(plan: Plan, victim: int) -> dict[str, Any]:
 
 
 def main(folder: str, *layouts: str) -> None:
-    die_with_parent()
-    torch.set_num_threads(1)
     root = Path(folder)
     result = {
         "layouts": through_layouts(root, list(layouts)),
@@ -98,7 +93,3 @@ def main(folder: str, *layouts: str) -> None:
     }
     (root / f"seen.{dist.get_rank()}.json").write_text(json.dumps(result))
     stop()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

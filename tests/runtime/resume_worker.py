@@ -1,6 +1,6 @@
 """The ranks of test_resume: runs without interruption, and runs that go on from each checkpoint of it.
 
-Run as ``python -m resume_worker PLAN FOLDER OUT``. Rank r writes ``OUT.r.json``.
+``main`` gets the plan, a folder for checkpoints, and OUT: rank r writes ``OUT.r.json``.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from ranks import forget_layout
 
 from eeplan.plan import Plan, load_plan
 from eeplan.runtime import loop, resume
 from eeplan.runtime.backend import stop
 from eeplan.runtime.batches import BatchStream, build_batches
 from eeplan.runtime.checkpoint_state import named_state, random_state
-from eeplan.runtime.launch import die_with_parent
 from eeplan.runtime.setup import Rank, set_up
 
 DROPOUT = 0.1
@@ -41,8 +39,7 @@ class Run:
 
     @classmethod
     def begin(cls, plan: Plan) -> Run:
-        if parallel_state.model_parallel_is_initialized():
-            parallel_state.destroy_model_parallel()
+        forget_layout()
         rank = set_up(plan)
         torch.manual_seed(plan.run.training.seed + rank.backend.rank)
         for layer in rank.model.decoder.layers:
@@ -178,8 +175,6 @@ FORGETTING: dict[str, Callable[[Run], Any]] = {
 
 
 def main(plan_file: str, folder: str, out: str) -> None:
-    die_with_parent()
-    torch.set_num_threads(1)
     plan, checkpoints = load_plan(Path(plan_file)), Path(folder)
     iterations = plan.run.training.train_iters
     whole = uninterrupted(plan, checkpoints)
@@ -197,7 +192,3 @@ def main(plan_file: str, folder: str, out: str) -> None:
     if dist.get_rank() == 0:
         shutil.rmtree(checkpoints)
     stop()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

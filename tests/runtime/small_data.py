@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from builders import make_run
+from builders import make_plan, make_run
 
+from eeplan.plan import Plan, load_plan, write_plan
 from eeplan.runtime.data import DataFiles, build_from_texts
 from eeplan.runtime.tokenizer import END_OF_TEXT, BpeTokenizer, Tokenizer, byte_tokenizer
 from eeplan.spec import RunSpec
@@ -45,6 +46,25 @@ def run_for(files: DataFiles, **overrides: Any) -> RunSpec:
         },
     }
     return make_run(**(settings | overrides))
+
+
+def plan_two_layers(folder: Path, **overrides: Any) -> Plan:
+    """Data and the plan of two layers of 16 channels in one process, an exit after the first.
+
+    They are ``folder/text`` and ``folder/plan.yaml``; data that is there already is left alone.
+    """
+    files = DataFiles(folder / "text")
+    settings: dict[str, Any] = {
+        "model__num_layers": 2,
+        "model__hidden_size": 16,
+        "model__num_attention_heads": 2,
+        "parallel__pipeline_model_parallel_size": 1,
+        "training__seq_length": 16,
+        "exits": {"layers": [{"layer": 1}]},
+    }
+    run = run_for(files if files.tokenizer.exists() else build_small(folder), **(settings | overrides))
+    write_plan(folder / "plan.yaml", make_plan(run))
+    return load_plan(folder / "plan.yaml")
 
 
 def write_jsonl(path: Path, texts: Sequence[str], key: str = "text") -> Path:

@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from builders import make_plan
-from small_data import build_small, run_for
+from small_data import plan_two_layers
 
 from eeplan.errors import CheckpointError, Preempted
-from eeplan.plan import load_plan, write_plan
 from eeplan.runtime import backend, checkpoint, loop, resume
 from eeplan.runtime.background_save import BackgroundSaver
 from eeplan.runtime.batches import build_batches
@@ -26,21 +24,11 @@ from eeplan.runtime.setup import Rank, set_up
 @pytest.fixture(scope="module")
 def rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rank]:
     folder = tmp_path_factory.mktemp("background")
-    run = run_for(
-        build_small(folder),
-        model__num_layers=2,
-        model__hidden_size=16,
-        model__num_attention_heads=2,
-        parallel__pipeline_model_parallel_size=1,
-        training__seq_length=16,
-        training__train_iters=6,
-        training__save_interval=2,
-        training__async_save=True,
-        exits={"layers": [{"layer": 1}]},
+    plan = plan_two_layers(
+        folder, training__train_iters=6, training__save_interval=2, training__async_save=True
     )
-    write_plan(folder / "plan.yaml", make_plan(run))
     with backend.single_process():
-        yield set_up(load_plan(folder / "plan.yaml"))
+        yield set_up(plan)
 
 
 class Gate:

@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from builders import make_plan
-from small_data import build_small, run_for
+from small_data import plan_two_layers
 
 from eeplan.errors import CheckpointError
-from eeplan.plan import Plan, load_plan, write_plan
+from eeplan.plan import Plan
 from eeplan.runtime import backend, checkpoint, checkpoint_files, resume
 from eeplan.runtime.checkpoint_files import FileOperations, checkpoints_in, verify
 from eeplan.runtime.checkpoint_state import Position, load_tensors, named_state
@@ -41,24 +40,7 @@ class World:
 
 
 def plan_in(folder: Path, **overrides: Any) -> Plan:
-    settings: dict[str, Any] = {
-        "model__num_layers": 2,
-        "model__hidden_size": 16,
-        "model__num_attention_heads": 2,
-        "parallel__pipeline_model_parallel_size": 1,
-        "training__seq_length": 16,
-        "exits": EXITS,
-    }
-    files = checkpoint_data(folder)
-    write_plan(folder / "plan.yaml", make_plan(run_for(files, **(settings | overrides))))
-    return load_plan(folder / "plan.yaml")
-
-
-def checkpoint_data(folder: Path) -> Any:
-    from eeplan.runtime.data import DataFiles
-
-    files = DataFiles(folder / "text")
-    return files if files.tokenizer.exists() else build_small(folder)
+    return plan_two_layers(folder, **({"exits": EXITS} | overrides))
 
 
 def save(rank: Rank, folder: Path, iteration: int, operations: FileOperations | None = None) -> Path:

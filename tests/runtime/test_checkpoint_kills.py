@@ -10,24 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import make_plan
-from small_data import build_small, run_for
-
-from eeplan.plan import write_plan
+from small_data import plan_two_layers
 
 
 def killed_saves(folder: Path, points: int | list[list[int]], limit_s: float, **overrides: Any) -> Any:
     """Records of the worker; see there."""
-    settings: dict[str, Any] = {
-        "model__num_layers": 2,
-        "model__hidden_size": 16,
-        "model__num_attention_heads": 2,
-        "parallel__pipeline_model_parallel_size": 1,
-        "training__seq_length": 16,
-        "exits": {"layers": [{"layer": 1}]},
-    }
-    plan = make_plan(run_for(build_small(folder), **(settings | overrides)))
-    write_plan(folder / "plan.yaml", plan)
+    plan_two_layers(folder, **overrides)
     arguments = [folder / "plan.yaml", folder / "saves", json.dumps(points), folder / "out.json"]
     done = subprocess.run(
         [sys.executable, "-m", "kill_worker", *map(str, arguments)],

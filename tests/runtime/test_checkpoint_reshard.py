@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from builders import make_plan
+from ranks import run_ranks
 from small_data import build_small, run_for
 
 from eeplan.plan import write_plan
-from eeplan.runtime.launch import launch
 
 
 def seen_by_ranks(folder: Path, layouts: Sequence[str], nproc: int, precision: str) -> list[dict[str, Any]]:
@@ -41,9 +41,7 @@ def seen_by_ranks(folder: Path, layouts: Sequence[str], nproc: int, precision: s
             exits={"layers": [{"layer": 1, "head": "mlp"}, {"layer": 3, "head": "block", "tied": False}]},
         )
         write_plan(folder / f"{layout}.yaml", make_plan(run))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent))
-        launch("reshard_worker", [str(folder), *layouts], nproc=nproc, threads_per_process=1)
+    run_ranks("reshard_worker", [folder, *layouts], nproc=nproc)
     return [json.loads((folder / f"seen.{rank}.json").read_text()) for rank in range(nproc)]
 
 

@@ -7,7 +7,7 @@ rounding: tokens and exits must be equal, confidences and log-probabilities clos
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -44,12 +44,6 @@ from eeplan.runtime.model import EarlyExitGPT
 from eeplan.spec import RunSpec
 
 EXIT_MODES: tuple[Mode, ...] = ("kv_recompute", "catch_up")
-
-
-@pytest.fixture(scope="module")
-def one_process() -> Iterator[backend.Backend]:
-    with backend.single_process() as here:
-        yield here
 
 
 def decoder(

@@ -50,12 +50,6 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(7200)]
 
 
 @pytest.fixture(scope="module")
-def one_process() -> Iterator[backend.Backend]:
-    with backend.single_process() as here:
-        yield here
-
-
-@pytest.fixture(scope="module")
 def evidence() -> Iterator[dict[str, Any]]:
     """What was counted, by test."""
     found: dict[str, Any] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,12 +31,6 @@ from eeplan.runtime.decode.pipeline import PIPELINE_MODES, PipelineDriver
 from eeplan.runtime.decode.requests import Request
 from eeplan.runtime.decode.stage_rows import StageRunner
 from eeplan.runtime.model import EarlyExitGPT
-
-
-@pytest.fixture(scope="module")
-def one_process() -> Iterator[backend.Backend]:
-    with backend.single_process() as here:
-        yield here
 
 
 def stage_errors(engine: PipelineDriver, model: EarlyExitGPT, number: int, text: list[int]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -40,12 +40,6 @@ from eeplan.spec import RunSpec
 
 SIGNIFICANCE = 1e-4
 """A right sampler fails so rarely; a wrong one is told by many orders of magnitude."""
-
-
-@pytest.fixture(scope="module")
-def one_process() -> Iterator[backend.Backend]:
-    with backend.single_process() as here:
-        yield here
 
 
 def decoder(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from builders import make_plan
+from ranks import run_ranks
 from small_data import build_small, run_for
 
 from eeplan.console import PlainProgress
@@ -18,7 +19,6 @@ from eeplan.runtime import backend, evaluation
 from eeplan.runtime.batches import build_batches
 from eeplan.runtime.decode.quality import Outcomes, exit_quality, threshold_quality
 from eeplan.runtime.evaluate import run_model
-from eeplan.runtime.launch import launch
 from eeplan.runtime.model import build_model, whole_model_spec
 from eeplan.usage import exit_shares, load_usage
 
@@ -67,9 +67,7 @@ def evaluate_in(folder: Path, layouts: dict[str, dict[str, Any]], nproc: int) ->
         }
         run = run_for(files, **(settings | ALONE | layout))
         write_plan(folder / f"{name}.yaml", make_plan(run))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent))
-        launch("evaluation_worker", [str(folder), *layouts], nproc=nproc, threads_per_process=1)
+    run_ranks("evaluation_worker", [folder, *layouts], nproc=nproc)
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,7 @@ stage, and adds up what each stage should see of each microbatch. It knows nothi
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +14,10 @@ import torch
 from builders import make_plan, run_document
 from four_layers import EXITS, four_layers
 from oracles import reference_gpt as gpt
+from ranks import run_ranks
 from torch import Tensor
 
 from eeplan.plan import Plan
-from eeplan.runtime.launch import launch
 from eeplan.schema import validate
 from eeplan.spec import RunSpec
 
@@ -203,13 +201,7 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     cases = [case for case in CASES if case.pipeline * case.data * case.tensor == request.param]
     inputs = [inputs_of(case, seed=case.pipeline + len(case.exits)) for case in cases]
     torch.save(inputs, folder / "cases.pt")
-    here = Path(__file__).parent
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{here}{os.pathsep}{here.parent}")
-        launch(
-            "gradient_worker", [str(folder / "cases.pt"), str(folder / "out.pt")],
-            nproc=request.param, threads_per_process=1,
-        )  # fmt: skip
+    run_ranks("gradient_worker", [folder / "cases.pt", folder / "out.pt"], nproc=request.param)
     outputs = torch.load(folder / "out.pt", weights_only=False)
     return [Finished(*one) for one in zip(cases, inputs, outputs, strict=True)]
 

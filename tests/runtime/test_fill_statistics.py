@@ -8,7 +8,6 @@ from stage to stage; a draw of an iteration is then a sum of such contributions,
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from builders import make_plan, make_run
 from torch import Tensor
 
 from eeplan.plan import Plan
-from eeplan.runtime.backend import Backend, single_process
+from eeplan.runtime.backend import Backend
 from eeplan.runtime.model import build_model, stage_specs
 from eeplan.runtime.stage import Batch, StageComputation, loss_weights, partial_microbatches
 from eeplan.sim.estimator import corrections_of
@@ -83,12 +82,6 @@ class Contributions:
             for name, values in on_line[kind].items():
                 drawn[name] = drawn.get(name, torch.zeros(len(picks))) + values[picks[:, slot]]
         return drawn
-
-
-@pytest.fixture(scope="module")
-def here() -> Iterator[Backend]:
-    with single_process() as backend:
-        yield backend
 
 
 def plan_of(
@@ -238,8 +231,8 @@ def require_unbiased(report: dict[str, Any]) -> None:
     assert report["uncorrected_largest_bias"] > 0.05, report
 
 
-def test_a_filled_gradient_is_unbiased(here: Backend) -> None:
-    require_unbiased(report_of(4, (3, 2), "added", here, count=10))
+def test_a_filled_gradient_is_unbiased(one_process: Backend) -> None:
+    require_unbiased(report_of(4, (3, 2), "added", one_process, count=10))
 
 
 def variance_ratios(here: Backend, fill: tuple[int, int], count: int) -> list[tuple[float, float]]:
@@ -278,15 +271,17 @@ def _predicted_with_inserts(found: Contributions, stage: int, name: str, whole: 
     return spread / covariance(whole, whole)
 
 
-def test_truncated_microbatches_lower_the_variance_by_as_much_as_they_add(here: Backend) -> None:
-    ratios = variance_ratios(here, (0, 2), count=6)
+def test_truncated_microbatches_lower_the_variance_by_as_much_as_they_add(one_process: Backend) -> None:
+    ratios = variance_ratios(one_process, (0, 2), count=6)
     for found, predicted in ratios:
         assert found == pytest.approx(predicted, rel=1e-3)
     assert min(predicted for _, predicted in ratios) < 0.8
 
 
-def test_warm_up_inserts_change_the_variance_by_the_covariance_of_early_and_late(here: Backend) -> None:
-    ratios = variance_ratios(here, (1, 0), count=6)
+def test_warm_up_inserts_change_the_variance_by_the_covariance_of_early_and_late(
+    one_process: Backend,
+) -> None:
+    ratios = variance_ratios(one_process, (1, 0), count=6)
     for found, predicted in ratios:
         assert found == pytest.approx(predicted, rel=1e-3)
     assert any(predicted < 0.999 for _, predicted in ratios)
@@ -294,7 +289,7 @@ def test_warm_up_inserts_change_the_variance_by_the_covariance_of_early_and_late
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_many_filled_gradients_are_unbiased(here: Backend) -> None:
+def test_many_filled_gradients_are_unbiased(one_process: Backend) -> None:
     """Both modes, both regions alone and together, two to eight stages."""
     reports = []
     for stages, fills in ((2, [(1, 1)]), (4, [(3, 0), (0, 3), (3, 3)]), (8, [(4, 4)])):
@@ -302,7 +297,7 @@ def test_many_filled_gradients_are_unbiased(here: Backend) -> None:
             for mode in ("added", "same_count"):
                 if mode == "same_count" and sum(fill) >= 6:
                     continue
-                reports.append(report_of(stages, fill, mode, here, count=24))
+                reports.append(report_of(stages, fill, mode, one_process, count=24))
     EVIDENCE.parent.mkdir(parents=True, exist_ok=True)
     EVIDENCE.write_text(json.dumps(reports, indent=1) + "\n")
     for report in reports:

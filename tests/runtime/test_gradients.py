@@ -1,9 +1,7 @@
 """Gradients of the executor on real ranks equal those of a plain single-process model; losses as well."""
 
 import itertools
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +9,8 @@ import torch
 from builders import run_document
 from four_layers import EXITS, four_layers
 from oracles import reference_gpt as reference
+from ranks import run_ranks
 
-from eeplan.runtime.launch import launch
 from eeplan.schema import validate
 from eeplan.spec import RunSpec
 
@@ -154,13 +152,7 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     cases = [case for case in CASES if case.world_size == request.param]
     inputs = [inputs_of(case, seed) for seed, case in enumerate(cases)]
     torch.save(inputs, folder / "cases.pt")
-    here = Path(__file__).parent
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{here}{os.pathsep}{here.parent}")
-        launch(
-            "gradient_worker", [str(folder / "cases.pt"), str(folder / "out.pt")],
-            nproc=request.param, threads_per_process=1,
-        )  # fmt: skip
+    run_ranks("gradient_worker", [folder / "cases.pt", folder / "out.pt"], nproc=request.param)
     outputs = torch.load(folder / "out.pt", weights_only=False)
     return [
         Finished(case, ranks, *expected(one)) for case, one, ranks in zip(cases, inputs, outputs, strict=True)

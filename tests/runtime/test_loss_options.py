@@ -5,8 +5,6 @@ The final exit teaches exits on other stages: what it says travels backward thro
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +12,9 @@ import torch
 from builders import make_run, run_document
 from oracles import reference_gpt as reference
 from oracles.naive_losses import LossCase, naive_loss
+from ranks import run_ranks
 
 from eeplan.errors import SchemaError
-from eeplan.runtime.launch import launch
 from eeplan.schema import validate
 from eeplan.spec import RunSpec
 
@@ -126,15 +124,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, A
     folder = tmp_path_factory.mktemp("options")
     inputs = [inputs_of(case, seed) for seed, case in enumerate(CASES)]
     torch.save(inputs, folder / "cases.pt")
-    here = Path(__file__).parent
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{here}{os.pathsep}{here.parent}")
-        launch(
-            "gradient_worker",
-            [str(folder / "cases.pt"), str(folder / "out.pt")],
-            nproc=4,
-            threads_per_process=1,
-        )
+    run_ranks("gradient_worker", [folder / "cases.pt", folder / "out.pt"], nproc=4)
     return list(zip(inputs, torch.load(folder / "out.pt", weights_only=False), strict=True))
 
 

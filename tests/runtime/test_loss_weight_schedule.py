@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from builders import make_plan, make_run
@@ -25,12 +23,6 @@ def scheduled_plan(schedule: WeightSchedule | None) -> Plan:
         exits={"layers": [{"layer": 2, "head": "norm", "weight": 0.4}]},
     )
     return make_plan(run).model_copy(update={"loss_weight_schedule": schedule})
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[backend.Backend]:
-    with backend.single_process() as here:
-        yield here
 
 
 class SameMicrobatch:
@@ -65,7 +57,9 @@ def test_weights_follow_the_schedule() -> None:
 
 
 @pytest.mark.parametrize("schedule", [SCHEDULE, None])
-def test_the_training_loop_applies_them(process: backend.Backend, schedule: WeightSchedule | None) -> None:
+def test_the_training_loop_applies_them(
+    one_process: backend.Backend, schedule: WeightSchedule | None
+) -> None:
     rank = set_up(scheduled_plan(schedule))
     stream, seen = SameMicrobatch(), []
     for iteration in (1, 2, 3):

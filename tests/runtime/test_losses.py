@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from oracles.naive_losses import LossCase, naive_judgement, naive_loss
-
-from eeplan.runtime.launch import launch
+from ranks import run_ranks
 
 S, B, V = 5, 2, 12
 CASES = [
@@ -47,10 +45,7 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     size, folder = request.param, tmp_path_factory.mktemp("losses")
     given = inputs(size)
     torch.save(given, folder / "inputs.pt")
-    with pytest.MonkeyPatch.context() as patch:
-        here = Path(__file__).parent
-        patch.setenv("PYTHONPATH", f"{here}:{here.parent}")
-        launch("losses_worker", [str(folder)], nproc=size, threads_per_process=1)
+    run_ranks("losses_worker", [folder], nproc=size)
     return given, [torch.load(folder / f"seen.{rank}.pt", weights_only=False) for rank in range(size)]
 
 

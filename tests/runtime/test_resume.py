@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from builders import make_plan
+from ranks import run_ranks
 from small_data import build_small, run_for
 
 from eeplan.plan import write_plan
-from eeplan.runtime.launch import launch
 
 ITERATIONS = 20
 CASES = {
@@ -29,14 +29,8 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """What each rank saw: uninterrupted, resumed after every iteration, resumed with a part left out."""
     folder = tmp_path_factory.mktemp("resume")
     plan = plan_in(folder, **CASES[request.param])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent))
-        launch(
-            "resume_worker",
-            [str(folder / "plan.yaml"), str(folder / "checkpoints"), str(folder / "seen")],
-            nproc=plan.run.parallel.world_size,
-            threads_per_process=1,
-        )
+    files = [folder / name for name in ("plan.yaml", "checkpoints", "seen")]
+    run_ranks("resume_worker", files, nproc=plan.run.parallel.world_size)
     return [
         json.loads((folder / f"seen.{rank}.json").read_text()) for rank in range(plan.run.parallel.world_size)
     ]

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from builders import make_plan
-from small_data import build_small, run_for
+from small_data import plan_two_layers
 
 from eeplan.errors import CheckpointError, FileError, Preempted, TrainingError
-from eeplan.plan import Plan, load_plan, write_plan
+from eeplan.plan import Plan, load_plan
 from eeplan.runtime import backend, loop
 from eeplan.runtime.checkpoint_files import checkpoints_in
 from eeplan.runtime.recording import MetricsWriter
@@ -34,23 +33,16 @@ def left_alone() -> Any:
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run: checkpoints every two iterations, of which two stay."""
     folder = tmp_path_factory.mktemp("loop")
-    run = run_for(
-        build_small(folder),
-        model__num_layers=2,
-        model__hidden_size=16,
-        model__num_attention_heads=2,
-        parallel__pipeline_model_parallel_size=1,
+    plan = plan_two_layers(
+        folder,
         training__global_batch_size=4,
-        training__seq_length=16,
         training__train_iters=ITERATIONS,
         training__save_interval=2,
         training__lr=0.01,
         training__eval_iters=1,
         training__eval_interval=2,
-        exits={"layers": [{"layer": 1}]},
     )
-    write_plan(folder / "plan.yaml", make_plan(run))
-    loop.train(load_plan(folder / "plan.yaml"), folder / "run")
+    loop.train(plan, folder / "run")
     return folder
 
 

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import make_plan
-from small_data import build_small, run_for
+from small_data import plan_two_layers
 
-from eeplan.plan import Plan, load_plan, write_plan
+from eeplan.plan import Plan
 from eeplan.runtime import checkpoint
 from eeplan.runtime.checkpoint_files import verify
 
@@ -23,18 +22,13 @@ LIMIT_S = 200
 
 def plan_in(folder: Path, **overrides: Any) -> Plan:
     settings: dict[str, Any] = {
-        "model__num_layers": 2,
-        "model__hidden_size": 16,
-        "model__num_attention_heads": 2,
+        "parallel__pipeline_model_parallel_size": 2,
         "training__global_batch_size": 4,
-        "training__seq_length": 16,
         "training__train_iters": 3,
         "training__eval_iters": 1,
         "split": "60,20,20",
-        "exits": {"layers": [{"layer": 1}]},
     }
-    write_plan(folder / "plan.yaml", make_plan(run_for(build_small(folder), **(settings | overrides))))
-    return load_plan(folder / "plan.yaml")
+    return plan_two_layers(folder, **(settings | overrides))
 
 
 def free_port() -> int:
