@@ -6,17 +6,17 @@ What runs is in ``runtime.benches``.
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from eeplan.plan import Plan
 from eeplan.profile import OpProfile
-from eeplan.sim.decode_process import Exit, decode_process
-from eeplan.sim.decode_speculative import Rounds, expected_speculative_ns
-from eeplan.sim.inference import decode_prediction
+from eeplan.sim.decode_batch import Rounds, batch_ns_per_token, speculative_batch_ns_per_token
+from eeplan.sim.decode_process import DecodeProcess, Exit, decode_process
 from eeplan.sim.layout import Layout
-from eeplan.usage import ExitShares
+from eeplan.spec import DecodeMode
 
 Threshold = float | tuple[float, ...]
 Name = Literal["full", "catch_up", "kv_recompute", "self_speculative", "pipeline", "transformers"]
@@ -42,6 +42,8 @@ class Timing:
     """Seconds per token after that, all sequences together."""
     latencies_s: list[float] = field(default_factory=list)
     """Of single tokens of a sequence after its first one; tokens that come together share theirs."""
+    exits: Counter[str] = field(default_factory=Counter)
+    """Tokens by the exit that emitted them; none where nobody looked (``transformers``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,51 +139,48 @@ class Predictor:
     profile: OpProfile | None
     """None predicts nothing."""
     pipeline_size: int = 2
-    """Processes of mode ``pipeline``; predicted where the plan has as many stages and the profile measured
-    decode steps with as many processes."""
+    """Processes of mode ``pipeline``; predicted where the plan has as many stages."""
 
-    def tokens_per_s(self, contender: Contender, counts: Counts | None) -> float | None:
-        """Of one sequence; None for several, without a profile, and for what is not ours."""
-        mode, early = contender.mode, self._exits()
-        if self.profile is None or counts is None or contender.batch != 1 or mode == "transformers":
+    def tokens_per_s(self, contender: Contender, timing: Timing, counts: Counts | None) -> float | None:
+        """Of all sequences together; None without a profile, and for what is not ours.
+
+        Args:
+            timing: whose tokens by exit are the usage; its times are not looked at.
+            counts: with the rounds of ``self_speculative``.
+        """
+        mode, batch = contender.mode, contender.batch
+        if self.profile is None or counts is None or mode == "transformers":
             return None
+        if mode == "pipeline" and self._stages != self.pipeline_size:
+            return None
+        limit, shares = self.plan.run.decode.recompute_limit, self._shares(timing.exits)
         if mode == "self_speculative":
-            process = decode_process(self.profile, self._layout(), early, "catch_up")
+            process = self._process(self.profile, "catch_up")
             assert counts.rounds is not None, "rounds are counted with drafts"
-            return 1e9 / expected_speculative_ns(process, early[0].depth, counts.rounds)
-        if mode == "pipeline":
-            stages = self._layout().num_stages
-            if stages != self.pipeline_size or not self._was_measured(stages):
-                return None
-        limit = self.plan.run.decode.recompute_limit
-        usage = self._usage(counts, 1.0 if mode == "full" else 0.5)
-        latency = decode_prediction(self.profile, self._layout(), early, usage, mode, limit)
-        return 1e9 / latency.ns_per_token
+            ns = speculative_batch_ns_per_token(process, process.exits[0], counts.rounds, limit, batch)
+            return 1e9 / ns
+        process = self._process(self.profile, mode)
+        if mode == "full":
+            process, shares = replace(process, exits=()), (1.0,)
+        return 1e9 / batch_ns_per_token(process, mode, shares, limit, batch)
 
-    def _was_measured(self, processes: int) -> bool:
-        """Whether decode steps were timed with so many processes at once."""
-        return self.profile is not None and any(one.processes == processes for one in self.profile.decode)
+    def _process(self, profile: OpProfile, mode: DecodeMode) -> DecodeProcess:
+        exits = [Exit(one.depth, one.head, one.stage) for one in self.plan.exits]
+        layers = tuple(one.last_layer - one.first_layer + 1 for one in self.plan.stages)
+        return decode_process(profile, Layout(layers), exits, mode)
 
-    def _usage(self, counts: Counts, threshold: float) -> ExitShares:
-        """The shares that were counted; of ``threshold`` it only matters whether it is 1."""
-        total = sum(counts.exits.values())
-        depths = tuple(exit_.depth for exit_ in self._exits())
-        return ExitShares(
-            depths=depths,
-            num_layers=self.plan.run.model.num_layers,
-            early=tuple(counts.exits.get(f"exit_{depth}", 0) / total for depth in depths),
-            threshold=threshold,
-            is_assumption=False,
-            sentence="counted by this bench",
-        )
+    def _shares(self, exits: Counter[str]) -> tuple[float, ...]:
+        """Of tokens by exit as they were counted, the final one last."""
+        early = [exits[f"exit_{depth}"] / exits.total() for depth in sorted(self._depths)]
+        return (*early, 1.0 - sum(early))
 
-    def _exits(self) -> list[Exit]:
-        return sorted(
-            (Exit(one.depth, one.head, one.stage) for one in self.plan.exits), key=lambda one: one.depth
-        )
+    @property
+    def _depths(self) -> list[int]:
+        return [one.depth for one in self.plan.exits]
 
-    def _layout(self) -> Layout:
-        return Layout(tuple(one.last_layer - one.first_layer + 1 for one in self.plan.stages))
+    @property
+    def _stages(self) -> int:
+        return len(self.plan.stages)
 
 
 def contenders(

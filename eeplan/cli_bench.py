@@ -28,7 +28,7 @@ def bench_training(
     stages: Annotated[
         list[int] | None, typer.Option("--stages", min=1, help="Pipeline stages; may be repeated (1 and 2).")
     ] = None,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Measured iterations of each kind.")] = 25,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Measured iterations of each kind.")] = 24,
     as_json: Json = False,
 ) -> None:
     """Time the executor against megatron-core's schedule, and what two planned exits cost."""

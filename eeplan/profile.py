@@ -111,11 +111,14 @@ class OptimizerCost(Model):
 
 
 class DecodeOpCost(Model):
-    """One op of a decode step, run on ``rows`` positions of one sequence at once, without gradients."""
+    """One op of a decode step, run on ``rows`` positions at once, without gradients."""
 
     op: OpName
-    """Heads end with the confidence of the last row instead of a loss, the final head with a token."""
+    """Heads end with the confidence of each sequence's last row instead of a loss, the final head with its
+    token."""
     rows: PositiveInt
+    sequences: PositiveInt = 1
+    """That the rows belong to, each to as many; each attends to its own sequence."""
     time: Timing
 
 
@@ -131,13 +134,18 @@ class DecodeCosts(Model):
     ops: tuple[DecodeOpCost, ...]
     step_overhead_s: Seconds = 0.0
     """Time per step outside the ops: the decode loop itself."""
+    sequence_overhead_s: Seconds = 0.0
+    """What each further sequence of a step adds to that."""
+    check_overhead_s: Seconds = 0.0
+    """What asking an exit adds to it, for each sequence."""
 
     @model_validator(mode="after")
     def _ops_are_unique(self) -> Self:
-        keys = [(cost.op, cost.rows) for cost in self.ops]
-        for op, rows in keys:
-            if keys.count((op, rows)) > 1:
-                raise ValueError(f"decode: '{op}' with {rows} rows is given twice; keep one")
+        keys = [(cost.op, cost.rows, cost.sequences) for cost in self.ops]
+        for op, rows, sequences in keys:
+            if keys.count((op, rows, sequences)) > 1:
+                of = f" of {sequences} sequences" if sequences > 1 else ""
+                raise ValueError(f"decode: '{op}' with {rows} rows{of} is given twice; keep one")
         return self
 
 

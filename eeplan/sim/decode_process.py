@@ -1,14 +1,14 @@
 """What a decode process is made of: costs of its ops by number of rows, exits, and stages.
 
 Both the expected latency (``inference``, ``decode_pipeline``) and the event simulation (``decode_events``)
-start from the :class:`DecodeProcess` built here. All times are whole nanoseconds. One sequence is decoded at
-a time.
+start from the :class:`DecodeProcess` built here. All times are whole nanoseconds. Several sequences at a time
+are the matter of ``decode_batch``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from eeplan.errors import ProfileError
@@ -62,6 +62,10 @@ class RowCosts:
         run, rise = self.rows[left + 1] - self.rows[left], self.ns[left + 1] - self.ns[left]
         return self.ns[left] + round(rise * (rows - self.rows[left]) / run)
 
+    def plus(self, ns: int) -> RowCosts:
+        """The same with so much more for any number of rows."""
+        return RowCosts(self.rows, tuple(one + ns for one in self.ns))
+
     def table(self, most: int) -> tuple[int, ...]:
         """Costs of 1 to ``most`` rows."""
         return tuple(self.at(rows) for rows in range(1, most + 1))
@@ -97,6 +101,21 @@ def row_costs(points: Iterable[tuple[int, float]]) -> RowCosts:
 
 
 @dataclass(frozen=True, slots=True)
+class Further:
+    """Nanoseconds that each sequence of a step beyond the first adds to an op on the same number of rows: its
+    own attention, confidence or token."""
+
+    layer_ns: int = 0
+    final_head_ns: int = 0
+    heads_ns: Mapping[HeadKind, int] = field(default_factory=dict)
+    step_ns: int = 0
+    """To the step's overhead."""
+
+
+NOTHING_FURTHER = Further()
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeProcess:
     """A model ready to be decoded: what is computed in which order, and what it costs."""
 
@@ -108,9 +127,12 @@ class DecodeProcess:
     embedding: RowCosts
     final_head: RowCosts
     heads: Mapping[HeadKind, RowCosts]
-    """Exit checks: head and confidence. A block attends and so runs on all rows, others on the last one."""
+    """Exit checks: head, confidence, and what the loop spends on asking. A block attends and so runs on all
+    rows, others on the last one."""
     step_overhead_ns: int = 0
     """Once per step and stage."""
+    further: Further = NOTHING_FURTHER
+    """What more sequences add."""
     message_ns: int = 0
     """Hidden states of one token to the next stage."""
     return_ns: int = 0
@@ -150,6 +172,7 @@ def decode_process(
     costs = costs_for(profile, len(stages))
     kinds = {exit_.head for exit_ in exits}
     width = 4 if profile.shape.precision == "fp32" else 2
+    asking_ns = to_ns(costs.check_overhead_s)
     return DecodeProcess(
         exits=tuple(
             Exit(exit_.depth, exit_.head, exit_.stage if mode == "pipeline" else 0)
@@ -159,8 +182,14 @@ def decode_process(
         layer=_row_costs_of(costs, "layer"),
         embedding=_row_costs_of(costs, "embedding"),
         final_head=_row_costs_of(costs, "final_head"),
-        heads={kind: _row_costs_of(costs, EXIT_OPS[kind]) for kind in sorted(kinds)},
+        heads={kind: _row_costs_of(costs, EXIT_OPS[kind]).plus(asking_ns) for kind in sorted(kinds)},
         step_overhead_ns=to_ns(costs.step_overhead_s),
+        further=Further(
+            layer_ns=_further_ns(costs, "layer"),
+            final_head_ns=_further_ns(costs, "final_head"),
+            heads_ns={kind: _further_ns(costs, EXIT_OPS[kind]) + asking_ns for kind in sorted(kinds)},
+            step_ns=to_ns(costs.sequence_overhead_s),
+        ),
         message_ns=to_ns(profile.p2p.seconds(profile.shape.hidden_size * width)),
         return_ns=to_ns(profile.p2p.seconds(TOKEN_BYTES)),
     )
@@ -178,7 +207,18 @@ def costs_for(profile: OpProfile, processes: int) -> DecodeCosts:
 
 
 def _row_costs_of(costs: DecodeCosts, op: OpName) -> RowCosts:
-    points = [(cost.rows, cost.time.mean_s) for cost in costs.ops if cost.op == op]
+    points = [(cost.rows, cost.time.mean_s) for cost in costs.ops if cost.op == op and cost.sequences == 1]
     if not any(rows == 1 for rows, _ in points):
         raise ProfileError(f"profile has no decode cost of '{op}' for a single row; {REMEASURE}")
     return row_costs(points)
+
+
+def _further_ns(costs: DecodeCosts, op: OpName) -> int:
+    """From rows of several sequences beside as many rows of one; 0 where that was not measured."""
+    of_one = _row_costs_of(costs, op)
+    found = [
+        max(0, to_ns(cost.time.mean_s) - of_one.at(cost.rows)) / (cost.sequences - 1)
+        for cost in costs.ops
+        if cost.op == op and cost.sequences > 1
+    ]
+    return round(sum(found) / len(found)) if found else 0

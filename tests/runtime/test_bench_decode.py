@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from builders import make_plan, make_profile, make_run
 from decode_cases import with_decode_costs
 from small_data import build_small
 
-from eeplan.bench_decode import Contender, Counts, Predictor, Timing, contenders, ratios_of, run_of
+from eeplan.bench_decode import Contender, Counts, Name, Predictor, Timing, contenders, ratios_of, run_of
 from eeplan.bench_views import decode_bench_tables
 from eeplan.console import PlainProgress
 from eeplan.errors import DecodeError
@@ -27,8 +28,7 @@ from eeplan.runtime.benches.decode import _latencies
 from eeplan.runtime.benches.decode_bench import Asked, bench_decode
 from eeplan.runtime.model import EarlyExitGPT, build_model, whole_model_spec
 from eeplan.schema import write_yaml
-from eeplan.sim.decode_process import DecodeProcess, Exit, RowCosts
-from eeplan.sim.decode_speculative import Rounds, expected_speculative_ns
+from eeplan.sim.decode_batch import Rounds
 
 RATIOS = {
     "catch_up_vs_full",
@@ -38,7 +38,7 @@ RATIOS = {
     "full_vs_transformers",
     "framework_overhead",
 }
-SMALL = Asked(batches=(1, 2), thresholds=(0.5,), rounds=2, new_tokens=8, prompt_tokens=4, decode_seconds=0.05)
+SMALL = Asked(batches=(1, 2), thresholds=(0.5,), rounds=2, new_tokens=8, prompt_tokens=4)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,8 @@ def test_the_result_has_its_promised_form(result: dict[str, Any]) -> None:
         assert run["tokens_per_s"] > 0
         assert run["time_to_first_token_s"] > 0
         assert run["latency_s"]["p10"] <= run["latency_s"]["p99"]
-        is_predicted = run["batch"] == 1 and run["mode"] not in ("transformers", "pipeline")
+        # The plan has one stage, the pipeline two.
+        is_predicted = run["mode"] not in ("transformers", "pipeline")
         assert (run["predicted_tokens_per_s"] is not None) == is_predicted
     assert found["ratios_threshold"]["threshold"] == 0.8
 
@@ -172,37 +173,30 @@ def test_another_model_is_no_rival(trained: tuple[Path, EarlyExitGPT], name: str
         hf.require_equal_logits(trained[1], llama, [5, 3, 250, 7, 1, 9])
 
 
-def test_a_full_token_is_predicted_by_the_decode_model(trained: tuple[Path, EarlyExitGPT]) -> None:
+def test_every_contender_of_ours_is_predicted_from_its_usage(trained: tuple[Path, EarlyExitGPT]) -> None:
     plan: Plan = load_plan(trained[0] / "plan.yaml")
     profile, _ = load_profile(trained[0] / "profile.yaml")
-    counts = Counts({"exit_1": 3, "exit_2": 2, "final": 5}, 2.7, 4.0, 1.5, 1.0)
-    predictor = Predictor(plan, profile)
-    full = predictor.tokens_per_s(Contender("full", 1), counts)
-    caught = predictor.tokens_per_s(Contender("catch_up", 1, 0.5), counts)
-    again = predictor.tokens_per_s(Contender("kv_recompute", 1, 0.5), counts)
-    assert full is not None
-    assert caught is not None
-    assert again is not None
-    assert caught >= again
-    assert predictor.tokens_per_s(Contender("full", 8), counts) is None
-    assert Predictor(plan, None).tokens_per_s(Contender("full", 1), counts) is None
+    counts = Counts({"exit_1": 3, "exit_2": 2, "final": 5}, 2.7, 4.0, 1.5, 1.0, Rounds(1.5, 2.0))
+    timing = Timing(exits=Counter({"exit_1": 3, "exit_2": 2, "final": 5}))
 
+    predictor = Predictor(plan, profile, 1)
 
-def test_a_draft_round_costs_what_its_ops_cost() -> None:
-    """Against a round written out: 3 drafts at depth 2 of 6 layers, all checked, one refused."""
-    process = DecodeProcess(
-        exits=(Exit(2, "norm"), Exit(4, "mlp")),
-        layers_per_stage=(6,),
-        layer=RowCosts((1, 2, 4), (100, 120, 200)),
-        embedding=RowCosts((1, 2), (7, 8)),
-        final_head=RowCosts((1, 4), (50, 80)),
-        heads={"norm": RowCosts((1,), (55,)), "mlp": RowCosts((1,), (90,))},
-        step_overhead_ns=11,
-    )
-    written_out = 4 * (11 + 7 + 2 * 100) + 4 * 55 + 4 * 200 + 80
-    assert expected_speculative_ns(process, 2, Rounds(drafts=3, checks=4, tokens=3)) == written_out / 3
-    between = [expected_speculative_ns(process, 2, Rounds(drafts, 1, 1)) for drafts in (2.0, 2.5, 3.0)]
-    assert between[1] == pytest.approx((between[0] + between[2]) / 2)
+    def speed(mode: Name, batch: int) -> float:
+        found = predictor.tokens_per_s(Contender(mode, batch, 1.0 if mode == "full" else 0.5), timing, counts)
+        assert found is not None, (mode, batch)
+        return found
+
+    for mode in ("full", "catch_up", "kv_recompute", "self_speculative", "pipeline"):
+        assert speed(mode, 1) < speed(mode, 8) < 8 * speed(mode, 1)
+    assert speed("catch_up", 1) >= speed("kv_recompute", 1)
+    # Control: the usage decides.
+    timing.exits["exit_1"] = 30
+    sooner = speed("catch_up", 1)
+    timing.exits["exit_1"] = 3
+    assert sooner > speed("catch_up", 1)
+    assert Predictor(plan, None).tokens_per_s(Contender("full", 1), timing, counts) is None
+    # A pipeline of other stages than the plan's has other exits on its stages.
+    assert Predictor(plan, profile, 2).tokens_per_s(Contender("pipeline", 1, 0.5), timing, counts) is None
 
 
 def test_what_cannot_be_timed_is_refused(trained: tuple[Path, EarlyExitGPT]) -> None:

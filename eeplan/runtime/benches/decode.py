@@ -10,8 +10,8 @@ from __future__ import annotations
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,11 +28,19 @@ from eeplan.runtime.decode.requests import Engine, Request
 from eeplan.runtime.decode.speculative import SpeculativeDecoder
 from eeplan.runtime.model import EarlyExitGPT
 from eeplan.runtime.stage import FINAL, exit_name
-from eeplan.sim.decode_speculative import Rounds
+from eeplan.sim.decode_batch import Rounds
 
 Prompts = Sequence[Sequence[int]]
-Times = Sequence[Sequence[float]]
-"""For each sequence when each of its tokens was there, in seconds from the prompts on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """One run of a contender."""
+
+    times: Sequence[Sequence[float]]
+    """For each sequence when each of its tokens was there, in seconds from the prompts on."""
+    exits: Mapping[str, int] = field(default_factory=dict)
+    """Tokens by exit, the first of each sequence left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +70,8 @@ def time_all(
     setting: Setting,
     *,
     rounds: int,
-    others: Sequence[tuple[Contender, Callable[[Prompts], Times]]] = (),
+    others: Sequence[tuple[Contender, Callable[[Prompts], Ran]]] = (),
+    between: Callable[[], None] = lambda: None,
     progress: Progress,
 ) -> dict[Contender, Timing]:
     """Time every contender on every round's prompts.
@@ -70,9 +79,10 @@ def time_all(
     Args:
         contenders: decoded on this process.
         prompts: of one length, as many as ``rounds`` times the largest batch.
-        others: with a function that gives, for prompts, each sequence's token times from the call on.
+        others: with a function that decodes prompts.
+        between: run in every round after the contenders.
     """
-    runs: list[tuple[Contender, Callable[[Prompts], Times]]] = [
+    runs: list[tuple[Contender, Callable[[Prompts], Ran]]] = [
         *((one, _local(model, one, setting)) for one in contenders),
         *others,
     ]
@@ -90,15 +100,17 @@ def time_all(
             turn = index % len(runs)
             for contender, run in runs[turn:] + runs[:turn]:
                 _add(timings[contender], run(given[: contender.batch]))
+            between()
             gc.collect()
     finally:
         gc.enable()
     return timings
 
 
-def engine_times(engine: Engine, prompts: Prompts, options: GenerateOptions) -> list[list[float]]:
-    """Seconds at which each token of each sequence was there, counted from the call."""
+def engine_run(engine: Engine, prompts: Prompts, options: GenerateOptions) -> Ran:
+    """Decode prompts side by side."""
     times: dict[int, list[float]] = {}
+    exits: Counter[str] = Counter()
     start_s = time.perf_counter()
     for prompt in prompts:
         times[engine.submit(Request(tuple(prompt), options))] = []
@@ -106,36 +118,38 @@ def engine_times(engine: Engine, prompts: Prompts, options: GenerateOptions) -> 
         events = engine.step()
         now_s = time.perf_counter() - start_s
         for event in events:
+            if event.emission is not None and times[event.request]:
+                exits[event.emission.exit] += 1
             times[event.request].append(now_s)
-    return list(times.values())
+    return Ran(list(times.values()), exits)
 
 
-def pipeline_times(
+def pipeline_runs(
     engine: Engine, threshold: Threshold, threads: int, setting: Setting
-) -> Callable[[Prompts], Times]:
-    """:func:`engine_times` of pipeline stages.
+) -> Callable[[Prompts], Ran]:
+    """:func:`engine_run` of pipeline stages.
 
     Args:
         threads: of this process, which runs the first stage; it has others for what else it times.
     """
     options = setting.options("pipeline", threshold)
 
-    def run(prompts: Prompts) -> Times:
+    def run(prompts: Prompts) -> Ran:
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
-            return engine_times(engine, prompts, options)
+            return engine_run(engine, prompts, options)
         finally:
             torch.set_num_threads(before)
 
     return run
 
 
-def transformers_times(llama: Any, setting: Setting) -> Callable[[Prompts], Times]:
-    """:func:`engine_times` of the equal model in ``transformers``."""
+def transformers_runs(llama: Any, setting: Setting) -> Callable[[Prompts], Ran]:
+    """:func:`engine_run` of the equal model in ``transformers``."""
 
-    def run(prompts: Prompts) -> Times:
-        return [hf.generate_times(llama, prompts, setting.new_tokens)] * len(prompts)
+    def run(prompts: Prompts) -> Ran:
+        return Ran([hf.generate_times(llama, prompts, setting.new_tokens)] * len(prompts))
 
     return run
 
@@ -179,7 +193,7 @@ def count(
         layers_per_token=layer_rows / max(1, later),
         checks_per_token=checks / max(1, later),
         agreement=agreeing / len(emitted),
-        rounds=Rounds(drafted / passes, checks / passes, later / passes) if passes else None,
+        rounds=Rounds(drafted / passes, later / passes) if passes else None,
     )
 
 
@@ -234,21 +248,23 @@ def _agreeing(model: EarlyExitGPT, prompt: Sequence[int], tokens: Sequence[int],
     return sum(a == b for a, b in zip(logits_SV.argmax(-1).tolist(), tokens, strict=True))
 
 
-def _local(model: EarlyExitGPT, contender: Contender, setting: Setting) -> Callable[[Prompts], Times]:
+def _local(model: EarlyExitGPT, contender: Contender, setting: Setting) -> Callable[[Prompts], Ran]:
     mode = next(one for one in MODES if one == contender.mode)
     options = setting.options(mode, contender.threshold)
     engine = LocalEngine(model, vocab_size=setting.vocab_size, max_running=contender.batch)
-    return lambda prompts: engine_times(engine, prompts, options)
+    return lambda prompts: engine_run(engine, prompts, options)
 
 
-def _add(timing: Timing, times: Times) -> None:
-    """Take in one run: for each sequence when each of its tokens was there."""
+def _add(timing: Timing, ran: Ran) -> None:
+    """Take in one run."""
+    times = ran.times
     first_s, last_s = max(one[0] for one in times), max(one[-1] for one in times)
     timing.first_s.append(first_s)
     later = sum(sum(at > first_s for at in one) for one in times)
     timing.token_s.append((last_s - first_s) / max(1, later))
     for one in times:
         timing.latencies_s += _latencies(one)
+    timing.exits.update(ran.exits)
 
 
 def _latencies(times: Sequence[float]) -> list[float]:

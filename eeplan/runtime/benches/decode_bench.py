@@ -14,7 +14,7 @@ from eeplan.bench_decode import Contender, Counts, Name, Predictor, Threshold, c
 from eeplan.console import Progress
 from eeplan.errors import DecodeError
 from eeplan.plan import Plan
-from eeplan.profile import DecodeCosts, OpProfile, load_profile
+from eeplan.profile import DecodeCosts, load_profile
 from eeplan.runtime.backend import Backend, software
 from eeplan.runtime.benches import decode as timing
 from eeplan.runtime.benches import llama as hf
@@ -23,7 +23,7 @@ from eeplan.runtime.decode.certificate import load_certificate
 from eeplan.runtime.decode.generate import this_process
 from eeplan.runtime.decode.modes import MODES
 from eeplan.runtime.decode.pipeline import PipelineEngine
-from eeplan.runtime.decode_timing import measure_decode
+from eeplan.runtime.decode_timing import DecodeTimer
 from eeplan.runtime.evaluate import held_out, profile_beside
 from eeplan.runtime.launch import available_cores
 from eeplan.runtime.model import EarlyExitGPT
@@ -31,7 +31,8 @@ from eeplan.runtime.recording import device_fingerprint
 from eeplan.runtime.tokenizer import load_tokenizer
 
 EXIT_MODES: tuple[Name, ...] = ("catch_up", "kv_recompute", "self_speculative")
-DECODE_SECONDS = 6.0
+STEP_ROUNDS = 6
+"""Rounds of single decode steps in every round of contenders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,6 @@ class Asked:
     prompt_tokens: int = 16
     pipeline_size: int = 2
     """Processes of mode ``pipeline``; 1 leaves it out."""
-    decode_seconds: float = DECODE_SECONDS
-    """Spent on timing single decode steps, for the predictions."""
 
 
 def bench_decode(
@@ -60,7 +59,7 @@ def bench_decode(
         checkpoint: a checkpoint folder, or a run's folder, whose latest one is taken.
         data: prefix of a dataset, or a text file; None takes the run's own data.
         profile: for predictions; None takes the run folder's ``profile.yaml``. Decode steps are measured
-            again, since the machine may have changed.
+            again between the contenders, on this model and on the machine as it is then.
 
     Returns:
         ``model``; ``hardware``; ``setting``; ``runs``, see ``bench_decode.run_of``; ``ratios``, see
@@ -93,25 +92,31 @@ def bench_decode(
         thresholds = [chosen, *(one for one in asked.thresholds if one != chosen)]
         local = contenders(EXIT_MODES, asked.batches, thresholds)
         progress.line("count exits and layers")
-        few = prompts[: asked.rounds]
+        # Those that a single sequence is timed on.
+        few = prompts[:: max(asked.batches)]
         counts = _counts(model, local, few, setting)
-        progress.line("measure decode steps")
-        costs = measure_decode(
-            model.run, here, processes=1, threads=torch.get_num_threads(), seconds=asked.decode_seconds
-        )
+        steps = _Steps(model, asked, setting)
         others = _transformers(model, here, setting, prompts[0], asked.batches, progress)
         with _pipeline(folder, asked, here, setting) as (pipeline, threads):
             if pipeline is not None:
+                steps.add(asked.pipeline_size, threads)
                 progress.line(f"start {asked.pipeline_size} pipeline stages")
                 for threshold in thresholds:
                     counts["pipeline", threshold] = timing.count_pipeline(
                         pipeline, model, threshold, few, setting
                     )
-                    run = timing.pipeline_times(pipeline, threshold, threads, setting)
+                    run = timing.pipeline_runs(pipeline, threshold, threads, setting)
                     others += [(Contender("pipeline", batch, threshold), run) for batch in asked.batches]
             progress.line(f"{asked.rounds} rounds")
             timings = timing.time_all(
-                model, local, prompts, setting, rounds=asked.rounds, others=others, progress=progress
+                model,
+                local,
+                prompts,
+                setting,
+                rounds=asked.rounds,
+                others=others,
+                between=steps.round,
+                progress=progress,
             )
         hardware = {
             "device": device_fingerprint(here.device),
@@ -119,11 +124,13 @@ def bench_decode(
             "threads": torch.get_num_threads(),
             "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         }
-    predictor = Predictor(plan, _with_decode(known, costs), asked.pipeline_size)
+    costs = steps.costs()
+    measured = None if known is None else known.model_copy(update={"decode": costs})
+    predictor = Predictor(plan, measured, asked.pipeline_size)
     runs = []
     for one, took in timings.items():
         counted = counts.get((one.mode, one.threshold))
-        runs.append(run_of(one, took, counted, predictor.tokens_per_s(one, counted)))
+        runs.append(run_of(one, took, counted, predictor.tokens_per_s(one, took, counted)))
     return {
         "model": _about(folder, plan),
         "hardware": hardware,
@@ -137,9 +144,39 @@ def bench_decode(
             "profile": str(costs_path) if costs_path is not None else None,
         },
         "runs": runs,
-        "ratios": ratios_of(timings, chosen, _full_ops_s(costs, plan.run.model.num_layers)),
+        "ratios": ratios_of(timings, chosen, _full_ops_s(costs[0], plan.run.model.num_layers)),
         "ratios_threshold": {"threshold": chosen, "origin": origin},
     }
+
+
+class _Steps:
+    """Single decode steps, timed between the contenders: what predictions start from.
+
+    Args:
+        model: whose own layers and exits are timed.
+    """
+
+    def __init__(self, model: EarlyExitGPT, asked: Asked, setting: timing.Setting) -> None:
+        self._model, self._vocab_size = model, setting.vocab_size
+        self._context = asked.prompt_tokens + setting.new_tokens // 2
+        self._timers: dict[int, DecodeTimer] = {}
+        self.add(1, torch.get_num_threads())
+
+    def add(self, processes: int, threads: int) -> None:
+        """Also time steps with the threads that each of several processes has."""
+        self._timers[processes] = DecodeTimer(
+            self._model, self._context, processes=processes, threads=threads, vocab_size=self._vocab_size
+        )
+
+    def round(self) -> None:
+        """Time them some more."""
+        for _ in range(STEP_ROUNDS):
+            for timer in self._timers.values():
+                timer.round()
+
+    def costs(self) -> tuple[DecodeCosts, ...]:
+        """By number of processes, one first."""
+        return tuple(timer.costs() for timer in self._timers.values())
 
 
 def _setting(asked: Asked, plan: Plan, vocab_size: int) -> timing.Setting:
@@ -205,7 +242,7 @@ def _transformers(
     prompt: Sequence[int],
     batches: Sequence[int],
     progress: Progress,
-) -> list[tuple[Contender, Callable[[timing.Prompts], timing.Times]]]:
+) -> list[tuple[Contender, Callable[[timing.Prompts], timing.Ran]]]:
     """The equal model in ``transformers``, where it is installed; on CPU only."""
     if here.is_cuda or not hf.has_transformers():
         progress.line("transformers is not installed; pip install 'eeplan[bench]' compares with it")
@@ -213,21 +250,13 @@ def _transformers(
     progress.line("build the equal model in transformers")
     llama = hf.equal_llama(model, setting.vocab_size)
     hf.require_equal_logits(model, llama, prompt)
-    run = timing.transformers_times(llama, setting)
+    run = timing.transformers_runs(llama, setting)
     return [(Contender("transformers", batch), run) for batch in batches]
-
-
-def _with_decode(known: OpProfile | None, costs: DecodeCosts) -> OpProfile | None:
-    """The profile with decode steps of one process as measured now."""
-    if known is None:
-        return None
-    others = tuple(one for one in known.decode if one.processes != costs.processes)
-    return known.model_copy(update={"decode": (costs, *others)})
 
 
 def _full_ops_s(costs: DecodeCosts, num_layers: int) -> float:
     """Embedding, layers and final head on one row."""
-    mean_s = {one.op: one.time.mean_s for one in costs.ops if one.rows == 1}
+    mean_s = {one.op: one.time.mean_s for one in costs.ops if one.rows == one.sequences == 1}
     return mean_s["embedding"] + num_layers * mean_s["layer"] + mean_s["final_head"]
 
 

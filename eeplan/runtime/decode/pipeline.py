@@ -12,7 +12,7 @@ With one stage nothing is started, and every token runs through all layers, what
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -23,6 +23,7 @@ from eeplan.errors import DecodeError
 from eeplan.runtime.decode.admission import Admission
 from eeplan.runtime.decode.emission import Emission
 from eeplan.runtime.decode.engine import capacity_of, check_request
+from eeplan.runtime.decode.modes import Mode
 from eeplan.runtime.decode.network import Transformer
 from eeplan.runtime.decode.requests import Finish, Request, TokenEvent
 from eeplan.runtime.decode.sampling import uniform_of
@@ -34,7 +35,7 @@ from eeplan.runtime.decode.team import Team, check_team
 from eeplan.runtime.launch import available_cores
 from eeplan.runtime.model import ExitSpec
 
-PIPELINE_MODES = ("pipeline", "full")
+PIPELINE_MODES: tuple[Mode, ...] = ("pipeline", "full")
 
 
 @dataclass(slots=True)
@@ -71,6 +72,26 @@ class LaterStages(Protocol):
     def close(self) -> None:
         """End them."""
         ...
+
+
+class NoLaterStages:
+    """Behind the only stage there is nothing."""
+
+    pids: tuple[int, ...] = ()
+
+    def send(self, messages: list[Message]) -> None:
+        """What goes on from the only stage is that sequences are done."""
+
+    def explained(self) -> AbstractContextManager[None]:
+        """Nobody else can fail."""
+        return nullcontext()
+
+    def receive(self, wait_s: float) -> list[tuple[int, Emission]]:
+        """No tokens but the first stage's own."""
+        return []
+
+    def close(self) -> None:
+        """Nothing to end."""
 
 
 class PipelineDriver:
