@@ -139,7 +139,8 @@ class Predictor:
     profile: OpProfile | None
     """None predicts nothing."""
     pipeline_size: int = 2
-    """Processes of mode ``pipeline``; predicted where the plan has as many stages."""
+    """Processes of mode ``pipeline``; predicted where the plan has as many stages and the profile measured
+    decode steps with as many processes."""
 
     def tokens_per_s(self, contender: Contender, timing: Timing, counts: Counts | None) -> float | None:
         """Of all sequences together; None without a profile, and for what is not ours.
@@ -151,7 +152,8 @@ class Predictor:
         mode, batch = contender.mode, contender.batch
         if self.profile is None or counts is None or mode == "transformers":
             return None
-        if mode == "pipeline" and self._stages != self.pipeline_size:
+        stages = len(self.plan.stages)
+        if mode == "pipeline" and not (stages == self.pipeline_size and self._was_measured(stages)):
             return None
         limit, shares = self.plan.run.decode.recompute_limit, self._shares(timing.exits)
         if mode == "self_speculative":
@@ -178,9 +180,9 @@ class Predictor:
     def _depths(self) -> list[int]:
         return [one.depth for one in self.plan.exits]
 
-    @property
-    def _stages(self) -> int:
-        return len(self.plan.stages)
+    def _was_measured(self, processes: int) -> bool:
+        """Whether decode steps were timed with so many processes at once."""
+        return self.profile is not None and any(one.processes == processes for one in self.profile.decode)
 
 
 def contenders(

@@ -38,7 +38,7 @@ from eeplan.spec import HEAD_KINDS, RunSpec
 ROWS = (1, 2, 4, 5, 8, 9, 12, 16)
 """Of one sequence. Products go in tiles of four, so costs step up after every fourth."""
 SEQUENCES = 8
-"""Of a batched step, with one row each."""
+"""Of a batched step, with one row each and with two."""
 STEPS_PER_PROMPT = 8
 NEVER_REACHED = 1.0 - 2.0**-50
 """A threshold at which exits are asked, and keep their tokens."""
@@ -120,7 +120,7 @@ def measure_decode_costs(
 class DecodeTimer:
     """Times steps in rounds, which may stand between other work that is timed.
 
-    A round runs, op by op, one step for each of :data:`ROWS` and one of :data:`SEQUENCES` sequences, and
+    A round runs, op by op, one step for each of :data:`ROWS` and two of :data:`SEQUENCES` sequences, and
     whole steps of an engine with one sequence and with so many, asking no exit and asking all.
 
     Args:
@@ -147,7 +147,7 @@ class DecodeTimer:
         self._num_exits = len(weights.stage.exits)
         self._steps = [
             *(_Step(transformer, context, rows, sequences=1) for rows in ROWS),
-            _Step(transformer, context, SEQUENCES, sequences=SEQUENCES),
+            *(_Step(transformer, context, each * SEQUENCES, sequences=SEQUENCES) for each in (1, 2)),
         ]
         self._wholes = [
             _WholeStep(_engine(weights, processes, number), context, number, asks)
@@ -258,8 +258,9 @@ class _Step:
     def _check(self, exit_: ExitSpec, hidden_RH: Tensor) -> Tensor:
         read_RH = hidden_RH
         if exit_.head == "block":
-            # The layer inside runs on all rows; only the current token's logits are wanted.
+            # The layer inside runs on all rows.
             read_RH = self._transformer.run_block(exit_.depth, hidden_RH, self._parts)
+            # Of one sequence only the current token's logits are wanted.
             read_RH = read_RH[-1:] if self.sequences == 1 else read_RH
         for logits_V in self._logits(exit_.depth, read_RH):
             judge(logits_V)
@@ -273,8 +274,9 @@ class _Step:
 
     def _logits(self, depth: int, hidden_RH: Tensor) -> Sequence[Tensor]:
         """Of each sequence's last row."""
+        each = len(hidden_RH) // self.sequences
         logits_RV = self._transformer.logits(depth, hidden_RH, is_one_sequence=self.sequences == 1)
-        return [logits_RV[-1]] if self.sequences == 1 else logits_RV.unbind()
+        return logits_RV[each - 1 :: each].unbind()
 
 
 def _engine(weights: Weights, processes: int, sequences: int) -> Engine:

@@ -13,6 +13,7 @@ leaves; the process of the first stage feeds it again when it is back. That is p
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -162,7 +163,7 @@ def forward_ns(
             for index in here:
                 rows[index] += joins[index].rows_at.get(depth, 0)
         count = sum(rows[index] for index in here)
-        total_ns += (stop - depth) * (process.layer.at(count) + (len(here) - 1) * further.layer_ns)
+        total_ns += (stop - depth) * layer_ns(process, [rows[index] for index in here])
         depth = stop
         if exit_ is None:
             continue
@@ -176,6 +177,14 @@ def forward_ns(
         read = sum(one.final_rows for one in ends)
         total_ns += process.final_head.at(read) + (read - 1) * further.final_head_ns
     return total_ns
+
+
+def layer_ns(process: DecodeProcess, rows: Sequence[int]) -> int:
+    """One layer on so many rows of each sequence."""
+    further = process.further
+    each_ns = [further.layer_ns if count == 1 else further.masked_layer_ns for count in rows]
+    # What one sequence takes for itself is in the cost of the rows.
+    return process.layer.at(sum(rows)) + sum(each_ns) - max(each_ns)
 
 
 def check_ns(process: DecodeProcess, kind: HeadKind, rows: int, sequences: int) -> int:
@@ -224,19 +233,19 @@ class _Pipeline:
         self.queues[stage] = []
         self.busy[stage] = True
         further, count = process.further, len(tokens)
-        others = len({self.sequence_of[token] for token in tokens}) - 1
-        now_ns += process.step_overhead_ns + others * further.step_ns
+        held = Counter(self.sequence_of[token] for token in tokens)
+        per_layer_ns = layer_ns(process, list(held.values()))
+        now_ns += process.step_overhead_ns + (len(held) - 1) * further.step_ns
         depth = self.ends[stage] - process.layers_per_stage[stage]
         now_ns += process.embedding.at(count) if stage == 0 else 0
-        layer_ns = process.layer.at(count) + others * further.layer_ns
         for exit_ in (one for one in process.exits if one.stage == stage):
-            now_ns += (exit_.depth - depth) * layer_ns
+            now_ns += (exit_.depth - depth) * per_layer_ns
             depth = exit_.depth
             asked = sum(self.depths[token] >= depth for token in tokens)
             reads = count if exit_.head == "block" else asked
             now_ns += check_ns(process, exit_.head, reads, reads)
             self._emit(now_ns, stage, [token for token in tokens if self.depths[token] == depth])
-        now_ns += (self.ends[stage] - depth) * layer_ns
+        now_ns += (self.ends[stage] - depth) * per_layer_ns
         if stage + 1 < len(self.queues):
             self._at(now_ns + process.message_ns, stage + 1, tokens)
         elif ends := [token for token in tokens if self.depths[token] == process.num_layers]:

@@ -106,6 +106,9 @@ class Further:
     own attention, confidence or token."""
 
     layer_ns: int = 0
+    """Of a sequence with one row, which looks at all keys."""
+    masked_layer_ns: int = 0
+    """Of one with several rows, which must not look at one another's future."""
     final_head_ns: int = 0
     heads_ns: Mapping[HeadKind, int] = field(default_factory=dict)
     step_ns: int = 0
@@ -186,6 +189,7 @@ def decode_process(
         step_overhead_ns=to_ns(costs.step_overhead_s),
         further=Further(
             layer_ns=_further_ns(costs, "layer"),
+            masked_layer_ns=_further_ns(costs, "layer", rows_each=2),
             final_head_ns=_further_ns(costs, "final_head"),
             heads_ns={kind: _further_ns(costs, EXIT_OPS[kind]) + asking_ns for kind in sorted(kinds)},
             step_ns=to_ns(costs.sequence_overhead_s),
@@ -213,12 +217,12 @@ def _row_costs_of(costs: DecodeCosts, op: OpName) -> RowCosts:
     return row_costs(points)
 
 
-def _further_ns(costs: DecodeCosts, op: OpName) -> int:
+def _further_ns(costs: DecodeCosts, op: OpName, rows_each: int = 1) -> int:
     """From rows of several sequences beside as many rows of one; 0 where that was not measured."""
     of_one = _row_costs_of(costs, op)
     found = [
         max(0, to_ns(cost.time.mean_s) - of_one.at(cost.rows)) / (cost.sequences - 1)
         for cost in costs.ops
-        if cost.op == op and cost.sequences > 1
+        if cost.op == op and cost.sequences > 1 and cost.rows == rows_each * cost.sequences
     ]
     return round(sum(found) / len(found)) if found else 0

@@ -41,7 +41,7 @@ def least_s(costs: DecodeCosts, op: str, rows: int = 1, sequences: int = 1) -> f
 def test_every_op_is_timed_for_every_number_of_rows(one_process: backend.Backend) -> None:
     threads = torch.get_num_threads()
     costs = measured(one_process, small_run(), processes=2)
-    shapes = [*((rows, 1) for rows in ROWS), (SEQUENCES, SEQUENCES)]
+    shapes = [*((rows, 1) for rows in ROWS), (SEQUENCES, SEQUENCES), (2 * SEQUENCES, SEQUENCES)]
     assert {(cost.op, cost.rows, cost.sequences) for cost in costs.ops} == {
         (op, *shape) for op in OPS for shape in shapes
     }

@@ -67,7 +67,7 @@ def test_where_every_row_costs_the_same_nothing_is_shared(
     rows = [list(row) for row in zip(*columns, strict=True)]
     assert played_ns(process, mode, rows, 3) == alone
     # Control: with something that each further sequence adds, it is more.
-    costly = replace(process, further=Further(layer_ns=10))
+    costly = replace(process, further=Further(layer_ns=10, masked_layer_ns=10))
     assert played_ns(costly, mode, rows, 3) > alone
 
 

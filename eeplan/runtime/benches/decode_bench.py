@@ -14,7 +14,7 @@ from eeplan.bench_decode import Contender, Counts, Name, Predictor, Threshold, c
 from eeplan.console import Progress
 from eeplan.errors import DecodeError
 from eeplan.plan import Plan
-from eeplan.profile import DecodeCosts, load_profile
+from eeplan.profile import DecodeCosts, OpProfile, load_profile
 from eeplan.runtime.backend import Backend, software
 from eeplan.runtime.benches import decode as timing
 from eeplan.runtime.benches import llama as hf
@@ -40,7 +40,7 @@ class Asked:
     """What a user may choose."""
 
     batches: tuple[int, ...] = (1, 8)
-    thresholds: tuple[float, ...] = (0.9, 0.6, 0.3)
+    thresholds: tuple[float, ...] = (0.6, 0.3, 0.1)
     """Besides the calibrated one."""
     rounds: int = 8
     """Each gives every contender the same prompts; ratios are within a round."""
@@ -58,8 +58,9 @@ def bench_decode(
     Args:
         checkpoint: a checkpoint folder, or a run's folder, whose latest one is taken.
         data: prefix of a dataset, or a text file; None takes the run's own data.
-        profile: for predictions; None takes the run folder's ``profile.yaml``. Decode steps are measured
-            again between the contenders, on this model and on the machine as it is then.
+        profile: for predictions; None takes the run folder's ``profile.yaml``. Decode steps of one process
+            are measured again between the contenders, on this model and on the machine as it is then; those
+            of a pipeline, whose processes are all busy, are the profile's.
 
     Returns:
         ``model``; ``hardware``; ``setting``; ``runs``, see ``bench_decode.run_of``; ``ratios``, see
@@ -95,11 +96,11 @@ def bench_decode(
         # Those that a single sequence is timed on.
         few = prompts[:: max(asked.batches)]
         counts = _counts(model, local, few, setting)
-        steps = _Steps(model, asked, setting)
+        context, threads = asked.prompt_tokens + setting.new_tokens // 2, torch.get_num_threads()
+        steps = DecodeTimer(model, context, processes=1, threads=threads, vocab_size=setting.vocab_size)
         others = _transformers(model, here, setting, prompts[0], asked.batches, progress)
         with _pipeline(folder, asked, here, setting) as (pipeline, threads):
             if pipeline is not None:
-                steps.add(asked.pipeline_size, threads)
                 progress.line(f"start {asked.pipeline_size} pipeline stages")
                 for threshold in thresholds:
                     counts["pipeline", threshold] = timing.count_pipeline(
@@ -115,7 +116,7 @@ def bench_decode(
                 setting,
                 rounds=asked.rounds,
                 others=others,
-                between=steps.round,
+                between=lambda: _some_rounds(steps),
                 progress=progress,
             )
         hardware = {
@@ -125,8 +126,7 @@ def bench_decode(
             "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         }
     costs = steps.costs()
-    measured = None if known is None else known.model_copy(update={"decode": costs})
-    predictor = Predictor(plan, measured, asked.pipeline_size)
+    predictor = Predictor(plan, _with_decode(known, costs), asked.pipeline_size)
     runs = []
     for one, took in timings.items():
         counted = counts.get((one.mode, one.threshold))
@@ -144,39 +144,9 @@ def bench_decode(
             "profile": str(costs_path) if costs_path is not None else None,
         },
         "runs": runs,
-        "ratios": ratios_of(timings, chosen, _full_ops_s(costs[0], plan.run.model.num_layers)),
+        "ratios": ratios_of(timings, chosen, _full_ops_s(costs, plan.run.model.num_layers)),
         "ratios_threshold": {"threshold": chosen, "origin": origin},
     }
-
-
-class _Steps:
-    """Single decode steps, timed between the contenders: what predictions start from.
-
-    Args:
-        model: whose own layers and exits are timed.
-    """
-
-    def __init__(self, model: EarlyExitGPT, asked: Asked, setting: timing.Setting) -> None:
-        self._model, self._vocab_size = model, setting.vocab_size
-        self._context = asked.prompt_tokens + setting.new_tokens // 2
-        self._timers: dict[int, DecodeTimer] = {}
-        self.add(1, torch.get_num_threads())
-
-    def add(self, processes: int, threads: int) -> None:
-        """Also time steps with the threads that each of several processes has."""
-        self._timers[processes] = DecodeTimer(
-            self._model, self._context, processes=processes, threads=threads, vocab_size=self._vocab_size
-        )
-
-    def round(self) -> None:
-        """Time them some more."""
-        for _ in range(STEP_ROUNDS):
-            for timer in self._timers.values():
-                timer.round()
-
-    def costs(self) -> tuple[DecodeCosts, ...]:
-        """By number of processes, one first."""
-        return tuple(timer.costs() for timer in self._timers.values())
 
 
 def _setting(asked: Asked, plan: Plan, vocab_size: int) -> timing.Setting:
@@ -252,6 +222,19 @@ def _transformers(
     hf.require_equal_logits(model, llama, prompt)
     run = timing.transformers_runs(llama, setting)
     return [(Contender("transformers", batch), run) for batch in batches]
+
+
+def _some_rounds(steps: DecodeTimer) -> None:
+    for _ in range(STEP_ROUNDS):
+        steps.round()
+
+
+def _with_decode(known: OpProfile | None, costs: DecodeCosts) -> OpProfile | None:
+    """The profile with decode steps of one process as measured now."""
+    if known is None:
+        return None
+    others = tuple(one for one in known.decode if one.processes != costs.processes)
+    return known.model_copy(update={"decode": (costs, *others)})
 
 
 def _full_ops_s(costs: DecodeCosts, num_layers: int) -> float:
