@@ -118,10 +118,15 @@ def serve(
             pipeline_size=pipeline_size,
             tensor_size=tensor_size,
         ) as (served, engine):
-            progress.line(f"{served.name}: {thresholds_sentence(served.thresholds, served.certificate)}")
-            if key is None and host not in (LOOPBACK, "localhost", "::1"):
-                progress.line(f"no API key: whoever reaches {host} can use this server")
-            run(engine, served, limits, host=host, port=port, api_key=key)
+            leaving = thresholds_sentence(served.thresholds, served.certificate, served.candidates)
+
+            def ready(url: str) -> None:
+                progress.line(f"{served.name}: {leaving}")
+                if key is None and host not in (LOOPBACK, "localhost", "::1"):
+                    progress.line(f"no API key: whoever reaches {host} can use this server")
+                progress.line(f"serving on {url}")
+
+            run(engine, served, limits, host=host, port=port, api_key=key, on_ready=ready)
 
 
 def _api_key(file: Path | None) -> str | None:

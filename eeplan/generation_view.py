@@ -78,6 +78,8 @@ def _shortlist(found: Mapping[str, Any] | None) -> str:
     """What candidates saved and, if that was measured, how often they held a token back wrongly."""
     if found is None:
         return ""
+    if not found["shortlists"]:
+        return f"; no exit had the {found['number']} candidates to look at"
     said = f"; {found['number']} candidates ended {found['refused']} of {found['shortlists']} checks"
     if found["wrong"] is not None:
         said += f", {found['wrong']} of these wrongly ({found['wrong_share']:.1%})"

@@ -60,12 +60,13 @@ def test_colours_as_they_come_on_a_terminal() -> None:
 def test_candidates_are_told() -> None:
     found = {"number": 16, "shortlists": 40, "refused": 30, "wrong": None, "wrong_share": None}
     shown = []
-    for facts in (found, found | {"wrong": 3, "wrong_share": 0.1}):
+    for facts in (found, found | {"wrong": 3, "wrong_share": 0.1}, found | {"shortlists": 0}):
         stream = io.StringIO()
         GenerationView("", stream).finish(RESULT | {"candidates": facts})
         shown.append(stream.getvalue().splitlines()[-1])
     assert shown[0].endswith("; 16 candidates ended 30 of 40 checks")
     assert shown[1].endswith("; 16 candidates ended 30 of 40 checks, 3 of these wrongly (10.0%)")
+    assert shown[2].endswith("; no exit had the 16 candidates to look at")
 
 
 def test_drafts_are_told() -> None:

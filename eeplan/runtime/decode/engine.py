@@ -17,6 +17,7 @@ from eeplan.runtime.decode.lockstep import advance
 from eeplan.runtime.decode.modes import Decoder, decoder_on, drafting_exit
 from eeplan.runtime.decode.network import DecodeNetwork, Transformer
 from eeplan.runtime.decode.ops import Program
+from eeplan.runtime.decode.options import GenerateOptions
 from eeplan.runtime.decode.requests import Finish, Request, TokenEvent
 from eeplan.runtime.decode.weights import Weights, weights_of
 from eeplan.runtime.model import EarlyExitGPT, ExitSpec
@@ -165,9 +166,18 @@ def check_request(request: Request, weights: Weights, exits: Sequence[ExitSpec])
         raise DecodeError(
             f"the prompt has token {unknown[0]}; expected ids from 0 to {weights.vocab_size - 1}"
         )
-    request.options.policy.for_exits(exits)
-    if request.options.mode == "self_speculative":
-        drafting_exit(request.options.policy, exits)
+    check_exits(request.options, exits)
+
+
+def check_exits(options: GenerateOptions, exits: Sequence[ExitSpec]) -> None:
+    """Refuse options that a model with these exits has no use for.
+
+    Raises:
+        DecodeError: it lacks an exit, or thresholds do not fit in number.
+    """
+    options.policy.for_exits(exits)
+    if options.mode == "self_speculative":
+        drafting_exit(options.policy, exits)
 
 
 def capacity_of(request: Request, longest: int) -> int:

@@ -51,7 +51,9 @@ class AskedCandidates:
                 f"candidate source is '{self.source}', and tokens are to be counted in {self.frequent_from}; "
                 "leave one of both out"
             )
-        source = self.source or ("frequent" if self.frequent_from is not None else "previous_exit")
+        source = "previous_exit" if self.frequent_from is None else "frequent"
+        if self.source is not None:
+            source = self.source
         return candidates_of(self.number, source, frequent, self.measured)
 
 

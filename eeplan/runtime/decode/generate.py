@@ -117,7 +117,7 @@ def continue_prompt(
         DecodeError: the prompt is empty or too long; the model lacks an exit. CheckpointError: tokenizer and
             model do not belong together. DataError: the prompt is no valid text.
     """
-    ids = _prompt_ids(model.run, tokenizer, prompt)
+    ids = prompt_ids(model.run, tokenizer, prompt)
     if isinstance(model, EarlyExitGPT):
         model = weights_of(model, model.run.training.seq_length, tokenizer.vocab_size)
     # The last token is emitted, never fed.
@@ -198,7 +198,8 @@ def shown_token(piece: Piece) -> dict[str, Any]:
     }
 
 
-def _prompt_ids(run: RunSpec, tokenizer: Tokenizer, prompt: str) -> list[int]:
+def prompt_ids(run: RunSpec, tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """Tokens of a prompt. Raises as :func:`continue_prompt`."""
     if tokenizer.vocab_size > run.model.vocab_size:
         raise CheckpointError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model {run.model.vocab_size}; use the "

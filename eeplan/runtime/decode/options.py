@@ -21,6 +21,8 @@ from eeplan.runtime.decode.sampling import Sampling, sampling
 from eeplan.runtime.precision import dtype_of
 from eeplan.spec import Precision
 
+LEAST_TEMPERATURE = 1e-3
+"""Below, all probability is the most likely token's, and dividing by it would overflow."""
 NO_CANDIDATES: dict[Mode, str] = {
     "full": "checks no exit",
     "self_speculative": "takes drafts from the whole head of an exit",
@@ -91,6 +93,11 @@ def generate_options(
         raise DecodeError(f"seed is {seed}; expected a whole number from 0 to 2^63 - 1")
     if top_logprobs < 0:
         raise DecodeError(f"top_logprobs is {top_logprobs}; expected 0 or more")
+    if 0.0 < temperature < LEAST_TEMPERATURE:
+        raise DecodeError(
+            f"temperature is {temperature}; expected 0, which takes the most likely token, or at least "
+            f"{LEAST_TEMPERATURE:g}"
+        )
     check_recompute_limit(recompute_limit)
     shortlist = candidates_of(candidates, candidate_source, frequent_tokens, measure_candidates)
     chosen = decode_mode(mode)

@@ -13,10 +13,10 @@ from eeplan.plan import load_plan
 from eeplan.runtime.checkpoint import PLAN, TOKENIZER, usable
 from eeplan.runtime.decode.certificate import Certificate
 from eeplan.runtime.decode.emission import Emission
+from eeplan.runtime.decode.engine import check_exits
 from eeplan.runtime.decode.exit_check import shortlist_facts
 from eeplan.runtime.decode.frequent import AskedCandidates, known_frequent
-from eeplan.runtime.decode.generate import TokenCallback, generate_text, shown_token, total_checks
-from eeplan.runtime.decode.modes import DEFAULT_MODE
+from eeplan.runtime.decode.generate import TokenCallback, generate_text, prompt_ids, shown_token, total_checks
 from eeplan.runtime.decode.options import GenerateOptions, generate_options, parse_dtype, parse_exits
 from eeplan.runtime.decode.policy import Candidates
 from eeplan.runtime.decode.requests import Engine, Request
@@ -24,14 +24,16 @@ from eeplan.runtime.decode.stop_text import StopText
 from eeplan.runtime.precision import dtype_of
 from eeplan.runtime.serve.opening import (
     default_thresholds,
+    exits_of,
     opened,
+    possible_modes,
     threshold_numbers,
     thresholds_sentence,
     valid_certificate,
 )
 from eeplan.runtime.serve.settings import Served
 from eeplan.runtime.stage import FINAL, exit_name
-from eeplan.runtime.tokenizer import load_tokenizer
+from eeplan.runtime.tokenizer import Tokenizer, load_tokenizer
 from eeplan.spec import RunSpec
 
 
@@ -76,31 +78,36 @@ def generate(
         raise DecodeError("stop is an empty text; give at least one character")
     threshold_numbers(threshold)
     folder, manifest, _ = usable(checkpoint)
-    run = load_plan(folder / PLAN).run
+    plan, tokenizer = load_plan(folder / PLAN), load_tokenizer(folder / TOKENIZER)
+    run, num_processes = plan.run, pipeline_size * tensor_size
     precision = parse_dtype(dtype, run.training.precision)
     certificate = valid_certificate(folder, str(manifest["manifest_sha256"]), run, precision, threshold)
     thresholds = default_thresholds(threshold, certificate)
-    shortlist = _shortlist(candidates or AskedCandidates(), folder, run)
-    if not threshold:
-        say(thresholds_sentence(thresholds, certificate, shortlist))
+    shortlist = _shortlist(candidates or AskedCandidates(), run, tokenizer)
     asked = generate_options(
         threshold=thresholds,
         exits=parse_exits(exits),
-        confidence=confidence or _measure(thresholds, certificate),
-        mode=mode or (DEFAULT_MODE if pipeline_size * tensor_size == 1 else "pipeline"),
+        confidence=_measure(thresholds, certificate) if confidence is None else confidence,
+        mode=possible_modes(mode, num_processes)[1],
         candidates=shortlist.number,
         candidate_source=shortlist.source,
         frequent_tokens=shortlist.frequent,
         measure_candidates=shortlist.measured,
         **options,
     )
-    if pipeline_size * tensor_size == 1:
+    if num_processes > 1 and compare_full:
+        raise DecodeError("--compare-full is for one process; leave out --pipeline-size and --tensor-size")
+    # Here already, so that what is wrong is said before anything else.
+    check_exits(asked, exits_of(plan))
+    ids = prompt_ids(run, tokenizer, prompt)
+    leaving = "" if threshold else thresholds_sentence(thresholds, certificate, shortlist)
+    if num_processes == 1:
+        if leaving:
+            say(leaving)
         kind = dtype_of(precision)
         return generate_text(
             checkpoint, prompt, asked, on_token, stop=stop, compare_full=compare_full, dtype=kind
         )
-    if compare_full:
-        raise DecodeError("--compare-full is for one process; leave out --pipeline-size and --tensor-size")
     with opened(
         checkpoint,
         # What is asked for is decided above.
@@ -110,7 +117,8 @@ def generate(
         pipeline_size=pipeline_size,
         tensor_size=tensor_size,
     ) as (served, engine):
-        ids = served.tokenizer.encode(prompt)
+        if leaving:
+            say(leaving)
         return continue_on(engine, served, ids, asked, stop, on_token) | {"prompt": prompt}
 
 
@@ -168,15 +176,13 @@ def continue_on(
     }
 
 
-def _shortlist(asked: AskedCandidates, folder: Path, run: RunSpec) -> Candidates:
+def _shortlist(asked: AskedCandidates, run: RunSpec, tokenizer: Tokenizer) -> Candidates:
     """Of frequent tokens, if they are wanted, by the checkpoint's own tokenizer and training data."""
     if asked == AskedCandidates():
         return Candidates()
     if asked.number == 0:
         raise DecodeError("candidates: their options are there, but no number; give --candidates N as well")
-    return asked.resolved(
-        known_frequent(asked, load_plan(folder / PLAN).run, load_tokenizer(folder / TOKENIZER))
-    )
+    return asked.resolved(known_frequent(asked, run, tokenizer))
 
 
 def _measure(thresholds: tuple[float, ...], certificate: Certificate | None) -> str:

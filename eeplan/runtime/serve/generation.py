@@ -13,7 +13,7 @@ from eeplan.runtime.decode.emission import CheckCounts, Emission
 from eeplan.runtime.decode.exit_check import shortlist_facts
 from eeplan.runtime.decode.frequent import check_number
 from eeplan.runtime.decode.modes import DEFAULT_LIMIT
-from eeplan.runtime.decode.options import NO_CANDIDATES, GenerateOptions, generate_options
+from eeplan.runtime.decode.options import LEAST_TEMPERATURE, NO_CANDIDATES, GenerateOptions, generate_options
 from eeplan.runtime.decode.policy import Candidates, candidates_of
 from eeplan.runtime.decode.requests import Request
 from eeplan.runtime.decode.stop_text import Piece, StopText
@@ -25,8 +25,6 @@ from eeplan.runtime.stage import FINAL, exit_name
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for completions; chats go on until they end."""
-LEAST_TEMPERATURE = 1e-3
-"""Below, all probability is the most likely token's, and dividing by it would overflow."""
 Finish = Literal["stop", "length"]
 
 
@@ -235,7 +233,8 @@ def _options(body: Common, served: Served, max_tokens: int, top_logprobs: int, s
             "exit_layers: the calibrated thresholds are for all exits; give early_exit_threshold as well",
             param="exit_layers",
         )
-    mode, kind = body.decode_mode or served.default_mode, body.exit_confidence or default_kind
+    mode = served.default_mode if body.decode_mode is None else body.decode_mode
+    kind = default_kind if body.exit_confidence is None else body.exit_confidence
     shortlist = _candidates(body, served, mode, kind)
     return generate_options(
         threshold=threshold,
@@ -269,7 +268,7 @@ def _candidates(body: Common, served: Served, mode: str, kind: str) -> Candidate
     if number == 0:
         return Candidates()
     check_number(number, served.tokenizer)
-    source = body.candidate_source or default.source
+    source = default.source if body.candidate_source is None else body.candidate_source
     if source == "frequent" and not served.frequent:
         raise Problem(
             400,

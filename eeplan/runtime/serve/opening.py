@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from eeplan.errors import DecodeError
-from eeplan.plan import load_plan
+from eeplan.plan import Plan, load_plan
 from eeplan.runtime.checkpoint import PLAN, TOKENIZER, load_model, usable
 from eeplan.runtime.decode.certificate import Certificate, load_certificate
 from eeplan.runtime.decode.engine import LocalEngine
 from eeplan.runtime.decode.frequent import AskedCandidates, known_frequent
 from eeplan.runtime.decode.generate import this_process
-from eeplan.runtime.decode.modes import DEFAULT_MODE, MODES, decode_mode
+from eeplan.runtime.decode.modes import DEFAULT_MODE, MODES, Mode, decode_mode
 from eeplan.runtime.decode.options import check_candidates, parse_dtype
 from eeplan.runtime.decode.pipeline import PIPELINE_MODES, PipelineEngine
 from eeplan.runtime.decode.policy import Candidates, exit_policy
@@ -60,6 +60,8 @@ def opened(
         CheckpointError, DataError: missing, damaged, or not belonging together.
         DecodeError: an option is out of range.
     """
+    if name is not None and not name.strip():
+        raise DecodeError("the model's name is empty; give one, or leave it out for the run's")
     folder, manifest, notes = usable(checkpoint)
     for note in notes:
         print(f"eeplan: {note}", file=sys.stderr)
@@ -75,14 +77,8 @@ def opened(
         )
     asked = candidates or AskedCandidates()
     frequent = known_frequent(asked, plan.run, tokenizer)
-    specs = tuple(ExitSpec(exit_.depth, exit_.head, exit_.tied) for exit_ in plan.exits)
-    exit_policy(thresholds).for_exits(specs)
-    num_processes = pipeline_size * tensor_size
-    modes = MODES if num_processes == 1 else PIPELINE_MODES
-    default_mode = decode_mode(mode or (DEFAULT_MODE if num_processes == 1 else PIPELINE_MODES[0]))
-    if default_mode not in modes:
-        processes = "one process" if num_processes == 1 else f"{num_processes} processes"
-        raise DecodeError(f"mode is '{default_mode}'; {processes} decode in {' or '.join(modes)}")
+    exit_policy(thresholds).for_exits(exits_of(plan))
+    modes, default_mode = possible_modes(mode, pipeline_size * tensor_size)
     shortlist = asked.resolved(frequent)
     if mode is not None:
         check_candidates(shortlist, default_mode)
@@ -105,6 +101,25 @@ def opened(
     )
     with _engine(folder, served, max_running, pipeline_size, tensor_size) as engine:
         yield served, engine
+
+
+def exits_of(plan: Plan) -> tuple[ExitSpec, ...]:
+    """The exits of a planned model, as decoding knows them."""
+    return tuple(ExitSpec(exit_.depth, exit_.head, exit_.tied) for exit_ in plan.exits)
+
+
+def possible_modes(mode: str | None, num_processes: int) -> tuple[tuple[Mode, ...], Mode]:
+    """The modes that so many processes decode in, and the one asked for, or by default the best of them.
+
+    Raises:
+        DecodeError: no such mode, or not one of these.
+    """
+    modes: tuple[Mode, ...] = MODES if num_processes == 1 else PIPELINE_MODES
+    chosen = decode_mode(mode) if mode is not None else DEFAULT_MODE if num_processes == 1 else modes[0]
+    if chosen not in modes:
+        processes = "one process decodes" if num_processes == 1 else f"{num_processes} processes decode"
+        raise DecodeError(f"mode is '{chosen}'; {processes} in mode {' or '.join(modes)}")
+    return modes, chosen
 
 
 @contextlib.contextmanager
@@ -214,5 +229,5 @@ def thresholds_sentence(
             return f"threshold {listed}, calibrated without candidates: with them, nothing is promised"
         return f"threshold {listed}, calibrated: {certificate.statement}"
     if certificate is None and tuple(thresholds) == NEVER:
-        return "threshold 1, nothing leaves early; `eeplan calibrate` finds a lower one"
+        return "threshold 1, nothing leaves early; give a lower one, or let `eeplan calibrate` find one"
     return f"threshold {listed}, not calibrated"

@@ -135,6 +135,9 @@ class _Server(uvicorn.Server):
 
 
 def _bind(host: str, port: int) -> socket.socket:
+    if not host:
+        # To the socket it would mean every address of the machine.
+        raise DecodeError("the host is empty; give an address to listen on, as 127.0.0.1")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)

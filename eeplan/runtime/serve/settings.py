@@ -39,8 +39,8 @@ class Limits:
             if getattr(self, name) < 1:
                 raise DecodeError(f"{name} is {getattr(self, name)}; expected at least 1")
         for name in ("max_waiting", "grace_s"):
-            if getattr(self, name) < 0:
-                raise DecodeError(f"{name} is {getattr(self, name)}; expected 0 or more")
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise DecodeError(f"{name} is {getattr(self, name)}; expected a number from 0 upwards")
 
 
 @dataclass(frozen=True, slots=True)

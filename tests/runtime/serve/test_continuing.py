@@ -62,7 +62,7 @@ def test_without_a_threshold_nothing_leaves_early_and_it_says_so(
 ) -> None:
     assert main(["generate", str(folder), "--prompt", "x", "--max-new-tokens", "4"]) == 0
     said = capsys.readouterr()
-    assert "threshold 1, nothing leaves early; `eeplan calibrate` finds a lower one" in said.err
+    assert "threshold 1, nothing leaves early; give a lower one, or let `eeplan calibrate`" in said.err
     assert "final 4" in said.out
     for wrong in ("calibrated", "soon", "1.5"):
         assert main(["generate", str(folder), "--prompt", "x", "--threshold", wrong]) == 2
@@ -105,6 +105,11 @@ def test_candidates_and_their_error_from_the_command_line(
     assert frequent["candidates"]["source"] == "frequent"
     assert main(["generate", str(folder), "--prompt", "def main(", *command]) == 0
     assert f"; 3 candidates ended {frequent['candidates']['refused']} of" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_candidates_on_two_stages(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = asked(folder, capsys, *WITH_CANDIDATES)
     on_two = generate(
         folder,
         "def main(",
@@ -117,7 +122,7 @@ def test_candidates_and_their_error_from_the_command_line(
     assert on_two["text"] == found["text"]
     # One process lists the end token, an engine does not.
     if found["stopped"] == "max_new_tokens":
-        assert on_two["candidates"] == facts
+        assert on_two["candidates"] == found["candidates"]
 
 
 @pytest.mark.parametrize(

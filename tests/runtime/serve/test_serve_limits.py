@@ -210,3 +210,9 @@ def test_an_address_in_use_is_a_users_error() -> None:
 def test_limits_are_checked(limit: str) -> None:
     with pytest.raises(DecodeError, match=f"{limit} is 0"):
         Limits(**{limit: 0})
+
+
+@pytest.mark.parametrize("number", [-1.0, float("nan"), float("inf")])
+def test_waits_are_checked(number: float) -> None:
+    with pytest.raises(DecodeError, match=r"grace_s is .*; expected a number from 0"):
+        Limits(grace_s=number)
