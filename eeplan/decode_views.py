@@ -40,8 +40,10 @@ def prediction_cells(decode: DecodePrediction | None) -> tuple[Cells, ...]:
 
 
 def costs_cells(costs: DecodeCosts) -> Cells:
-    """Mean time of every op by number of rows."""
-    measured = {(cost.op, cost.rows): words.seconds(cost.time.mean_s) for cost in costs.ops}
+    """Mean time of every op by number of rows, all of one sequence."""
+    measured = {
+        (cost.op, cost.rows): words.seconds(cost.time.mean_s) for cost in costs.ops if cost.sequences == 1
+    }
     numbers = sorted({rows for _, rows in measured})
     ops = dict.fromkeys(cost.op for cost in costs.ops)
     rows = tuple((op, *(measured.get((op, number), "-") for number in numbers)) for op in ops)

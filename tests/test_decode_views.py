@@ -12,6 +12,7 @@ from decode_cases import with_decode_costs
 from world import make_world
 
 from eeplan.cli import main
+from eeplan.decode_views import costs_cells
 from eeplan.plan_views import plan_tables
 from eeplan.profile import load_profile
 from eeplan.schema import write_yaml
@@ -40,6 +41,18 @@ def test_a_profile_shows_costs_by_rows() -> None:
     assert "2 processes, 1 thread each" in text
     (layer,) = {line for line in text.splitlines() if line.startswith("  layer") and "1.75 ms" in line}
     assert layer.split()[1::2] == ["1.00", "1.05", "1.15", "1.35", "1.75"]
+
+
+def test_rows_of_several_sequences_do_not_replace_those_of_one() -> None:
+    """Whichever comes last in the file; alone, such a cost has no column."""
+    (costs,) = with_decode_costs(make_profile(make_run()), processes=(1,)).decode
+    alone = next(one for one in costs.ops if (one.op, one.rows) == ("layer", 8))
+    slow = alone.time.model_copy(update={"mean_s": 7.0})
+    shared = [alone.model_copy(update={"sequences": 8, "time": slow, "rows": rows}) for rows in (8, 64)]
+    for ops in ((*costs.ops, *shared), (*shared, *costs.ops)):
+        assert costs_cells(costs.model_copy(update={"ops": ops})) == costs_cells(costs)
+    other = tuple(one.model_copy(update={"time": slow}) if one == alone else one for one in costs.ops)
+    assert costs_cells(costs.model_copy(update={"ops": other})) != costs_cells(costs)
 
 
 def test_plan_reads_a_usage_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
