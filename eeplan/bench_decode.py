@@ -8,9 +8,10 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
+from eeplan.decode_speed import Contender, Name, Threshold, Timing, median_ratio
 from eeplan.plan import Plan
 from eeplan.profile import OpProfile
 from eeplan.sim.decode_batch import Rounds, batch_ns_per_token, speculative_batch_ns_per_token
@@ -18,32 +19,7 @@ from eeplan.sim.decode_process import DecodeProcess, Exit, decode_process
 from eeplan.sim.layout import Layout
 from eeplan.spec import DecodeMode
 
-Threshold = float | tuple[float, ...]
-Name = Literal["full", "catch_up", "kv_recompute", "self_speculative", "pipeline", "transformers"]
 PERCENTILES = (10, 50, 90, 99)
-
-
-@dataclass(frozen=True, slots=True)
-class Contender:
-    """What is timed: a mode at a threshold on so many sequences at once."""
-
-    mode: Name
-    batch: int
-    threshold: Threshold = 1.0
-
-
-@dataclass(slots=True)
-class Timing:
-    """What a contender took, round by round."""
-
-    first_s: list[float] = field(default_factory=list)
-    """From the prompts to the first token of all sequences."""
-    token_s: list[float] = field(default_factory=list)
-    """Seconds per token after that, all sequences together."""
-    latencies_s: list[float] = field(default_factory=list)
-    """Of single tokens of a sequence after its first one; tokens that come together share theirs."""
-    exits: Counter[str] = field(default_factory=Counter)
-    """Tokens by the exit that emitted them; none where nobody looked (``transformers``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +94,7 @@ def ratios_of(
         ours, theirs = seconds(mode), seconds(other)
         if ours is None or theirs is None:
             return None
-        return statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
+        return median_ratio(ours, theirs)
 
     full = seconds("full")
     return {

@@ -15,17 +15,18 @@ from builders import make_plan, make_profile, make_run
 from decode_cases import with_decode_costs
 from small_data import build_small
 
-from eeplan.bench_decode import Contender, Counts, Name, Predictor, Timing, contenders, ratios_of, run_of
+from eeplan.bench_decode import Counts, Predictor, contenders, ratios_of, run_of
 from eeplan.bench_views import decode_bench_tables
 from eeplan.console import PlainProgress
+from eeplan.decode_speed import Contender, Name, Timing
 from eeplan.errors import DecodeError
 from eeplan.plan import Plan, load_plan, write_plan
 from eeplan.profile import load_profile
 from eeplan.report.figures.decode_bench import speed_figure, trade_figure, write_figures
 from eeplan.runtime import backend, checkpoint
 from eeplan.runtime.benches import llama as hf
-from eeplan.runtime.benches.decode import _latencies
 from eeplan.runtime.benches.decode_bench import Asked, bench_decode
+from eeplan.runtime.decode.speed import _latencies
 from eeplan.runtime.model import EarlyExitGPT, build_model, whole_model_spec
 from eeplan.schema import write_yaml
 from eeplan.sim.decode_batch import Rounds

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from eeplan.bench_decode import Contender, Counts, Name, Predictor, Threshold, contenders, ratios_of, run_of
+from eeplan.bench_decode import Counts, Predictor, contenders, ratios_of, run_of
 from eeplan.console import Progress
+from eeplan.decode_speed import Contender, Name, Threshold
 from eeplan.errors import DecodeError
 from eeplan.plan import Plan
 from eeplan.profile import DecodeCosts, OpProfile, load_profile
@@ -23,6 +24,7 @@ from eeplan.runtime.decode.certificate import load_certificate
 from eeplan.runtime.decode.generate import this_process
 from eeplan.runtime.decode.modes import MODES
 from eeplan.runtime.decode.pipeline import PipelineEngine
+from eeplan.runtime.decode.speed import Prompts, Ran, Setting, time_all
 from eeplan.runtime.decode_timing import DecodeTimer
 from eeplan.runtime.evaluate import held_out, profile_beside
 from eeplan.runtime.launch import available_cores
@@ -109,7 +111,7 @@ def bench_decode(
                     run = timing.pipeline_runs(pipeline, threshold, threads, setting)
                     others += [(Contender("pipeline", batch, threshold), run) for batch in asked.batches]
             progress.line(f"{asked.rounds} rounds")
-            timings = timing.time_all(
+            timings = time_all(
                 model,
                 local,
                 prompts,
@@ -149,7 +151,7 @@ def bench_decode(
     }
 
 
-def _setting(asked: Asked, plan: Plan, vocab_size: int) -> timing.Setting:
+def _setting(asked: Asked, plan: Plan, vocab_size: int) -> Setting:
     """What all contenders share.
 
     Raises:
@@ -166,11 +168,11 @@ def _setting(asked: Asked, plan: Plan, vocab_size: int) -> timing.Setting:
             f"sequences of {longest}; ask for fewer"
         )
     limit = plan.run.decode.recompute_limit
-    return timing.Setting(vocab_size, asked.new_tokens, limit, confidence="max_probability")
+    return Setting(vocab_size, asked.new_tokens, limit, confidence="max_probability")
 
 
 def _counts(
-    model: EarlyExitGPT, local: Sequence[Contender], prompts: timing.Prompts, setting: timing.Setting
+    model: EarlyExitGPT, local: Sequence[Contender], prompts: Prompts, setting: Setting
 ) -> dict[tuple[Name, Threshold], Counts]:
     """By mode and threshold; they are the same for every batch size."""
     keys = dict.fromkeys((one.mode, one.threshold) for one in local)
@@ -184,7 +186,7 @@ def _counts(
 
 @contextlib.contextmanager
 def _pipeline(
-    folder: Path, asked: Asked, here: Backend, setting: timing.Setting
+    folder: Path, asked: Asked, here: Backend, setting: Setting
 ) -> Iterator[tuple[PipelineEngine | None, int]]:
     """Pipeline stages for the body, and this process's threads meanwhile; on CPU only."""
     if asked.pipeline_size == 1 or here.is_cuda:
@@ -208,11 +210,11 @@ def _pipeline(
 def _transformers(
     model: EarlyExitGPT,
     here: Backend,
-    setting: timing.Setting,
+    setting: Setting,
     prompt: Sequence[int],
     batches: Sequence[int],
     progress: Progress,
-) -> list[tuple[Contender, Callable[[timing.Prompts], timing.Ran]]]:
+) -> list[tuple[Contender, Callable[[Prompts], Ran]]]:
     """The equal model in ``transformers``, where it is installed; on CPU only."""
     if here.is_cuda or not hf.has_transformers():
         progress.line("transformers is not installed; pip install 'eeplan[bench]' compares with it")
