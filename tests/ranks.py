@@ -32,7 +32,7 @@ PRELOADED = (
 
 
 def run_ranks(module: str, arguments: Sequence[str | Path], nproc: int) -> None:
-    """Call ``main(*arguments)`` of a worker module on ``nproc`` ranks of one thread each, and wait for them.
+    """Call ``main(*arguments)`` of a module on ``nproc`` ranks of one thread each, and wait for them.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: with the traceback of the rank that failed first; the
@@ -42,7 +42,7 @@ def run_ranks(module: str, arguments: Sequence[str | Path], nproc: int) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = start_processes(
         _run_rank,
-        (module, [str(argument) for argument in arguments], nproc, store.port),
+        (module, tuple(arguments), nproc, store.port),
         nprocs=nproc,
         join=False,
         start_method="forkserver",
@@ -67,7 +67,7 @@ def forget_layout() -> None:
             distributed_c10d.destroy_process_group(group)
 
 
-def _run_rank(rank: int, module: str, arguments: list[str], nproc: int, port: int) -> None:
+def _run_rank(rank: int, module: str, arguments: tuple[str | Path, ...], nproc: int, port: int) -> None:
     """In the new process: be the rank that torchrun would have started."""
     os.environ |= {
         "RANK": str(rank),

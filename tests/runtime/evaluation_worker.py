@@ -19,17 +19,17 @@ from eeplan.runtime.backend import stop
 from eeplan.runtime.setup import set_up
 
 
-def main(folder: str, *layouts: str) -> None:
+def main(folder: Path, *layouts: str) -> None:
     for layout in layouts:
         forget_layout()
-        rank = set_up(load_plan(Path(folder) / f"{layout}.yaml"))
+        rank = set_up(load_plan(folder / f"{layout}.yaml"))
         before = torch.get_rng_state()
         evaluator = evaluation.evaluators(rank)["valid"]
         first, again = evaluator.run(3), evaluator.run(3)
         assert first.losses == again.losses, "the same text each time"
         assert rank.model.training
         assert torch.equal(torch.get_rng_state(), before), "training goes on as if nothing had been evaluated"
-        out = Path(folder) / layout
+        out = folder / layout
         if dist.get_rank() == 0:
             out.mkdir()
             kept = evaluation.write_quality(out, rank.plan, first)

@@ -3,6 +3,7 @@
 ``main`` gets a file of cases (see ``test_gradients.Case``) and an output file.
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -118,7 +119,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     return {"losses": losses, "gradients": gradients, "before_sync": before_sync}
 
 
-def main(cases_file: str, out_file: str) -> None:
+def main(cases_file: Path, out_file: Path) -> None:
     """Run all cases, gather each on rank 0, save."""
     results = []
     for case in torch.load(cases_file, weights_only=False):

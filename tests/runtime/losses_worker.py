@@ -53,12 +53,12 @@ def judged(inputs: dict[str, Any], vocab_size: int) -> tuple[torch.Tensor, ...]:
     return found.cross_entropy, found.predicted, found.probability
 
 
-def main(folder: str) -> None:
-    inputs = torch.load(Path(folder) / "inputs.pt", weights_only=False)
+def main(folder: Path) -> None:
+    inputs = torch.load(folder / "inputs.pt", weights_only=False)
     backend = start(tensor_model_parallel_size=inputs["size"])
     result = {
         "losses": [losses(inputs, case) for case in inputs["cases"]],
         "judged": [judged(inputs, vocab_size) for vocab_size in inputs["vocab_sizes"]],
     }
-    torch.save(result, Path(folder) / f"seen.{backend.rank}.pt")
+    torch.save(result, folder / f"seen.{backend.rank}.pt")
     stop()

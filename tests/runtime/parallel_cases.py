@@ -166,7 +166,7 @@ def run_on_ranks(cases: Sequence[Work], nproc: int) -> list[Outcome]:
     order = sorted(range(len(cases)), key=lambda i: layout_of(cases[i].plan))
     with tempfile.TemporaryDirectory() as folder:
         torch.save([cases[i] for i in order], Path(folder) / "cases.pt")
-        run_ranks("parallel_worker", [folder], nproc=nproc)
+        run_ranks("parallel_worker", [Path(folder)], nproc=nproc)
         found = [Outcome(**one) for one in torch.load(Path(folder) / "out.pt")]
     return [outcome for _, outcome in sorted(zip(order, found, strict=True), key=lambda pair: pair[0])]
 

@@ -174,11 +174,11 @@ def _whole_digests(rank: Rank) -> dict[str, str]:
     return {name: digest for one in gathered for name, digest in one.items()}
 
 
-def main(folder: str) -> None:
+def main(folder: Path) -> None:
     """Run all cases; rank 0 saves what they came to after each."""
     outcomes = []
-    for work in torch.load(Path(folder) / "cases.pt", weights_only=False):
+    for work in torch.load(folder / "cases.pt", weights_only=False):
         outcomes.append(asdict(run_case(work)))
         if dist.get_rank() == 0:
-            torch.save(outcomes, Path(folder) / "out.pt")
+            torch.save(outcomes, folder / "out.pt")
     stop()

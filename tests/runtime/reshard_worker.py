@@ -85,8 +85,7 @@ def poisoned(plan: Plan, victim: int) -> dict[str, Any]:
     return {"message": message, "changed": changed, "learning rate is the same": same}
 
 
-def main(folder: str, *layouts: str) -> None:
-    root = Path(folder)
+def main(root: Path, *layouts: str) -> None:
     result = {
         "layouts": through_layouts(root, list(layouts)),
         "poisoned": [poisoned(load_plan(root / f"{layouts[0]}.yaml"), rank) for rank in (0, 1)],

@@ -174,8 +174,8 @@ FORGETTING: dict[str, Callable[[Run], Any]] = {
 }
 
 
-def main(plan_file: str, folder: str, out: str) -> None:
-    plan, checkpoints = load_plan(Path(plan_file)), Path(folder)
+def main(plan_file: Path, checkpoints: Path, out: Path) -> None:
+    plan = load_plan(plan_file)
     iterations = plan.run.training.train_iters
     whole = uninterrupted(plan, checkpoints)
     result: dict[str, Any] = {

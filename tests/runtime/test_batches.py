@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import run_ranks
 from small_data import build_small, numbered_texts, run_for, wide_tokenizer
 
 from eeplan.errors import DataError
@@ -293,50 +293,18 @@ def test_many_may_build_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(_cached(files)) == 1
 
 
-RANK = """
-import sys, torch.distributed as dist
-from eeplan.errors import DataError
-from eeplan.runtime.data import RankInfo, build_batches
-from eeplan.spec import RunSpec
-store, rank, good, bad = sys.argv[1], int(sys.argv[2]), *map(RunSpec.model_validate_json, sys.argv[3:])
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-stream = build_batches(good, rank_info=RankInfo(rank, 2))
-print([batch["tokens"].tolist() for batch in stream])
-print(len(build_batches(good, rank_info=RankInfo(rank, 2), split="valid")))
-try:
-    build_batches(bad, rank_info=RankInfo(rank, 2))
-except DataError as error:
-    print(error)
-dist.destroy_process_group()
-"""
-
-
 def test_ranks_of_a_process_group(tmp_path: Path) -> None:
     """Two gloo processes: rank 0 writes the index, both get their share, both get rank 0's error."""
     files = build_small(tmp_path)
     run = run_for(files, parallel__data_parallel_size=2, training__train_iters=2)
     bad = run.model_copy(update={"data": run.data.model_copy(update={"data_path": str(tmp_path / "absent")})})
-    arguments = [run.model_dump_json(), bad.model_dump_json()]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(tmp_path / "store"), str(rank), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=180) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
-    for number, (stdout, _) in enumerate(outputs):
-        tokens, valid, error = stdout.splitlines()
+    for name, one in (("good", run), ("bad", bad)):
+        (tmp_path / f"{name}.json").write_text(one.model_dump_json())
+    run_ranks("batches_worker", [tmp_path], nproc=2)
+    for number in range(2):
+        seen = json.loads((tmp_path / f"seen.{number}.json").read_text())
         alone = build_batches(run, rank_info=RankInfo(number, 2))
-        assert tokens == str([batch["tokens"].tolist() for batch in alone])
-        assert valid == "16"
-        assert "absent.json does not exist" in error
+        assert seen["tokens"] == [batch["tokens"].tolist() for batch in alone]
+        assert seen["valid"] == 16
+        assert "absent.json does not exist" in seen["error"]
     assert len(_cached(files)) == 2

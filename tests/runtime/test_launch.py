@@ -148,8 +148,10 @@ def test_no_orphans_when_the_launching_side_dies(
     monkeypatch.setenv("TEST_FOLDER", str(folder))
     # A killed process cannot remove its temporary files; let them lie with the test's own.
     monkeypatch.setenv("TMPDIR", str(folder))
+    # A job in the background of a script is deaf to SIGINT, and so would be all that it starts.
     code = (
-        "import sys; from eeplan.runtime.launch import launch; "
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from eeplan.runtime.launch import launch; "
         "launch('launch_workers', ['wait', sys.argv[1]], nproc=2)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code, str(folder)], stderr=subprocess.PIPE, text=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from builders import make_plan, make_profile, make_run
+from ranks import run_ranks
 
 from eeplan.cli import main
 from eeplan.errors import LaunchError, ScheduleError, SpecError
@@ -59,7 +60,6 @@ def test_a_filled_plan_takes_the_time_that_was_predicted(
 
 def test_a_wrong_prediction_shows(filled: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: sleeps half again as long as was planned."""
-    real = rehearsing.launch
 
     def slower(module: str, args: list[str], **settings: Any) -> None:
         path = Path(args[0]) / "script.json"
@@ -68,7 +68,7 @@ def test_a_wrong_prediction_shows(filled: Plan, monkeypatch: pytest.MonkeyPatch)
             for op in stage:
                 op[2] = int(1.5 * op[2])
         path.write_text(json.dumps(script))
-        real(module, args, **settings)
+        run_ranks(module, [Path(args[0])], nproc=settings["nproc"])
 
     monkeypatch.setattr(rehearsing, "launch", slower)
     assert rehearse(filled, iterations=1).to_json()["pipeline_error"] > 0.45

@@ -21,6 +21,7 @@ from eeplan.plan import load_plan, write_plan
 from eeplan.report.build import write_report
 from eeplan.report.compare import learnt
 from eeplan.report.rundir import read_run
+from eeplan.runtime import loop
 from eeplan.runtime.preflight import check_training, run_ranks
 from eeplan.timeline import Timeline
 
@@ -29,7 +30,7 @@ EXITS = [{"layer": 2}, {"layer": 6, "boundary": "before", "head": "mlp"}]
 
 
 def train(folder: Path, **overrides: Any) -> Path:
-    """Train a small plan below ``folder``; the run folder."""
+    """Train a small plan below ``folder``, here if it is one of a single process; the run folder."""
     files = build_small(folder)
     settings: dict[str, Any] = {
         "model__hidden_size": 32,
@@ -41,6 +42,9 @@ def train(folder: Path, **overrides: Any) -> Path:
     run = run_for(files, **(settings | overrides))
     write_plan(folder / "plan.yaml", make_plan(run))
     plan = check_training(folder / "plan.yaml", folder / "run")
+    if run.parallel.world_size == 1:
+        loop.train(plan, folder / "run")
+        return folder / "run"
     with open_progress() as progress:
         run_ranks(folder / "plan.yaml", plan, folder / "run", progress)
     return folder / "run"
