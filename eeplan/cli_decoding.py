@@ -98,9 +98,15 @@ def evaluate(
         str, typer.Option("--confidence", help="max_probability, margin or entropy.")
     ] = "max_probability",
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Of the text, from its start.")] = 16_384,
+    speed_prompts: Annotated[
+        int,
+        typer.Option(
+            "--speed-prompts", min=0, help="To decode at every threshold, for the real speed-up; 0: none."
+        ),
+    ] = 4,
     as_json: Json = False,
 ) -> None:
-    """Judge every exit on held-out text, and measure how often tokens could leave early."""
+    """Judge every exit on held-out text; measure how often tokens could leave early, and how fast that is."""
     from eeplan.decode_views import evaluation_cells
     from eeplan.runtime.preflight import require_runtime
     from eeplan.views import table_of
@@ -117,6 +123,7 @@ def evaluate(
                 profile=profile,
                 confidence=confidence,
                 max_tokens=max_tokens,
+                speed_prompts=speed_prompts,
                 progress=progress,
             )
     print_result(as_json, result, lambda: tuple(map(table_of, evaluation_cells(result))))

@@ -68,7 +68,7 @@ def evaluation_cells(result: Mapping[str, Any]) -> tuple[Cells, Cells]:
     )
     title = f"exits on {result['data']}, {words.number(result['num_tokens'])} tokens"
     quality = Cells(title, heads, ("exit", "cross entropy", "accuracy", "as final", "calibration error"))
-    modes = [mode for mode in (result["thresholds"][0]["predicted"] or {}) if mode != "full"]
+    speeds = [_speed_ups(point) for point in result["thresholds"]]
     rows = tuple(
         (
             f"{point['threshold']:.2f}",
@@ -76,11 +76,34 @@ def evaluation_cells(result: Mapping[str, Any]) -> tuple[Cells, Cells]:
             f"{point['mean_depth']:.2f}",
             words.percent(point["agreement_with_final"]),
             words.percent(point["accuracy"]),
-            *(f"{point['predicted'][mode]['speed_up']:.2f}" for mode in modes),
+            *speed.values(),
         )
-        for point in result["thresholds"]
+        for point, speed in zip(result["thresholds"], speeds, strict=True)
     )
     columns = ("threshold", *(head["name"] for head in result["exits"]), "mean depth", "as final", "accuracy")
-    predicted = "; speed-up over full as predicted" if modes else "; no profile to predict speed from"
-    title = f"tokens by exit and threshold, confidence {result['confidence']}{predicted}"
-    return quality, Cells(title, rows, (*columns, *modes))
+    title = f"tokens by exit and threshold, confidence {result['confidence']}; {_speed_words(result)}"
+    return quality, Cells(title, rows, (*columns, *speeds[0]))
+
+
+def _speed_ups(point: Mapping[str, Any]) -> dict[str, str]:
+    """Speed-ups over ``full`` at a threshold by column; what was measured follows its prediction."""
+    measured = point["measured"]
+    found: dict[str, str] = {}
+    for mode, predicted in (point["predicted"] or {}).items():
+        if mode != "full":
+            found[mode] = f"{predicted['speed_up']:.2f}"
+        if measured is not None and mode == measured["mode"]:
+            found["measured"] = f"{measured['speed_up']:.2f}"
+    if measured is not None and "measured" not in found:
+        found["measured"] = f"{measured['speed_up']:.2f}"
+    return found
+
+
+def _speed_words(result: Mapping[str, Any]) -> str:
+    """What the columns of speed-ups are."""
+    point, speed = result["thresholds"][0], result["speed"]
+    said = "speed-up over full as predicted" if point["predicted"] else "no profile to predict speed from"
+    if speed is None:
+        return said
+    prompts = words.plural(speed["prompts"], "prompt")
+    return f"{said}; measured: {point['measured']['mode']} over full, median of {prompts}"

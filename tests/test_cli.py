@@ -46,7 +46,16 @@ SURFACE = {
         *("--dtype", "--pipeline-size", "--tensor-size"),
     },
     "evaluate": {
-        *("checkpoint", "--data", "--usage-out", "--profile", "--confidence", "--max-tokens", "--json"),
+        *(
+            "checkpoint",
+            "--data",
+            "--usage-out",
+            "--profile",
+            "--confidence",
+            "--max-tokens",
+            "--speed-prompts",
+            "--json",
+        ),
     },
     "data build": {"inputs", "--output", "-o", "--tokenizer", "--vocab-size", "--json"},
     "doctor": {"--json"},

@@ -4,6 +4,8 @@ One forward with the true tokens as input judges every exit and every threshold 
 usage that comes of it is written in the form that `eeplan plan --usage` reads, so that a second plan is made
 from what the first model learnt.
 
+How fast a threshold makes decoding is predicted from a profile, and measured here on a few prompts.
+
 Shape suffixes: S sequence, B batch, H hidden, V vocabulary, E exits, N = S x B tokens.
 """
 
@@ -38,6 +40,7 @@ from eeplan.runtime.decode.quality import (
     measured_usage,
     threshold_quality,
 )
+from eeplan.runtime.evaluate_speed import DEFAULT_SPEED_PROMPTS, measured_speeds, spread_prompts
 from eeplan.runtime.model import EarlyExitGPT
 from eeplan.runtime.stage import FINAL, exit_name
 from eeplan.runtime.tokenizer import Tokenizer, load_tokenizer
@@ -72,6 +75,7 @@ def evaluate(
     profile: Path | None = None,
     confidence: str = "max_probability",
     max_tokens: int = DEFAULT_MAX_TOKENS,
+    speed_prompts: int = DEFAULT_SPEED_PROMPTS,
     progress: Progress,
 ) -> dict[str, Any]:
     """Judge a checkpoint's exits on text.
@@ -84,12 +88,16 @@ def evaluate(
         profile: op costs for the predictions; else the run folder's ``profile.yaml`` if there is one.
         confidence: one of ``CONFIDENCE_KINDS``.
         max_tokens: of the text, from its beginning.
+        speed_prompts: that speed is measured on, from the same text; 0 leaves measuring out.
 
     Returns:
         Plain data. ``checkpoint``, ``data``, ``num_tokens``, ``confidence``; ``exits``, by depth, each
         ``name``, ``depth`` and what :func:`quality.exit_quality` gives; ``thresholds``, each what
-        :func:`quality.threshold_quality` gives, and ``predicted``, {mode: {tokens_per_s, speed_up}} or None;
-        ``profile``, the file that the predictions come from, or None; ``usage``, the file written, or None.
+        :func:`quality.threshold_quality` gives, ``predicted``, {mode: {tokens_per_s, speed_up}} or None, and
+        ``measured``, see :func:`speed.threshold_speeds`, or None; ``plan_threshold``, which the plan decodes
+        with; ``speed``, what was measured on: ``prompts``, their ``prompt_tokens``, ``new_tokens`` of each,
+        ``device``, ``threads`` and ``dtype``, or None; ``profile``, the file that the predictions come from,
+        or None; ``usage``, the file written, or None.
 
     Raises:
         CheckpointError, DataError, ProfileError: missing, damaged, or not belonging together.
@@ -98,6 +106,8 @@ def evaluate(
     kind = _confidence_kind(confidence)
     if max_tokens < 1:
         raise DecodeError(f"max tokens is {max_tokens}; expected at least 1")
+    if speed_prompts < 0:
+        raise DecodeError(f"speed prompts is {speed_prompts}; expected 0, which measures no speed, or more")
     if usage_out is not None:
         require_writable_file(usage_out, "usage file")
     folder = resolve(checkpoint)
@@ -108,6 +118,8 @@ def evaluate(
         tokenizer = load_tokenizer(load_tokenizer_path(folder))
         text = held_out(data, plan.run, tokenizer, max_tokens)
         outcomes = run_model(model, text.windows, kind, progress)
+        prompts = spread_prompts(text.windows, speed_prompts) if plan.exits else []
+        speeds, speed = measured_speeds(model, plan, prompts, tokenizer.vocab_size, kind, progress)
     depths = [exit_.depth for exit_ in plan.exits]
     source = f"checkpoint {folder.name} of run '{plan.run.name}' on {text.sentence}; confidence {kind}"
     usage = measured_usage(outcomes, depths, plan.run.model.num_layers, source) if depths else None
@@ -123,7 +135,12 @@ def evaluate(
         "num_tokens": outcomes.num_tokens,
         "confidence": kind,
         "exits": _exits(outcomes, plan),
-        "thresholds": _thresholds(outcomes, plan, usage, costs),
+        "thresholds": [
+            point | {"measured": measured}
+            for point, measured in zip(_thresholds(outcomes, plan, usage, costs), speeds, strict=True)
+        ],
+        "plan_threshold": plan.run.decode.threshold,
+        "speed": speed,
         "recompute_limit": plan.run.decode.recompute_limit,
         "profile": str(costs_path) if costs_path is not None else None,
         "usage": str(usage_out) if usage_out is not None else None,

@@ -17,13 +17,15 @@ from small_data import build_small, numbered_texts, wide_tokenizer
 from torch.nn.functional import cross_entropy
 
 from eeplan.console import PlainProgress
+from eeplan.decode_speed import Timing
 from eeplan.decode_views import evaluation_cells
 from eeplan.errors import DataError, DecodeError, FileError
 from eeplan.plan import load_plan, write_plan
 from eeplan.runtime import backend, checkpoint
 from eeplan.runtime.data import build_from_texts
 from eeplan.runtime.dataset_files import DataFiles
-from eeplan.runtime.decode.network import DecodeNetwork
+from eeplan.runtime.decode import speed
+from eeplan.runtime.decode.network import DecodeNetwork, Transformer
 from eeplan.runtime.decode.policy import CONFIDENCE_KINDS, judge
 from eeplan.runtime.decode.quality import (
     THRESHOLDS,
@@ -37,6 +39,7 @@ from eeplan.runtime.decode.quality import (
     threshold_quality,
 )
 from eeplan.runtime.evaluate import evaluate
+from eeplan.runtime.evaluate_speed import spread_prompts
 from eeplan.runtime.model import EarlyExitGPT, build_model, whole_model_spec
 from eeplan.runtime.tokenizer import byte_tokenizer
 from eeplan.schema import write_yaml
@@ -167,7 +170,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
 
 
 def evaluated(trained: Trained, data: Path, **options: Any) -> dict[str, Any]:
+    """Without timing, unless asked for."""
+    options = {"speed_prompts": 0} | options
     return evaluate(trained.folder, data, progress=PlainProgress(io.StringIO()), **options)
+
+
+@pytest.fixture(scope="module")
+def timed(trained: Trained) -> dict[str, Any]:
+    return evaluated(trained, trained.files.prefix, speed_prompts=1, max_tokens=40)
 
 
 @pytest.fixture
@@ -271,12 +281,100 @@ def test_what_was_held_out_from_training_counts(trained: Trained, tmp_path: Path
     assert evaluated(trained, tmp_path / "other", max_tokens=40)["num_tokens"] == 32
 
 
+def test_every_threshold_is_timed(timed: dict[str, Any], trained: Trained, text: Path) -> None:
+    measured = [point["measured"] for point in timed["thresholds"]]
+    assert len(measured) == 21
+    assert {one["mode"] for one in measured} == {"catch_up"}
+    assert min(min(one["tokens_per_s"], one["speed_up"]) for one in measured) > 0
+    # 8 and 9 tokens fill a sequence of 16, the last one is never fed.
+    setting = {key: timed["speed"][key] for key in ("prompts", "prompt_tokens", "new_tokens")}
+    assert setting == {"prompts": 1, "prompt_tokens": 8, "new_tokens": 9}
+    without = evaluated(trained, text)
+    assert {point["measured"] is None for point in without["thresholds"]} == {True}
+    assert without["speed"] is None
+
+
+def test_the_real_speed_up_is_a_ratio_of_the_same_rounds(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever slows both of a round cancels, but only within the round."""
+    seconds = {1.0: [4.0, 40.0, 4.0], 0.5: [2.0, 20.0, 1.0]}
+
+    def time_all(model: Any, contenders: Any, prompts: Any, setting: Any, **_: Any) -> dict[Any, Timing]:
+        assert setting.confidence == "margin"
+        assert len(prompts) == 3
+        return {one: Timing(token_s=seconds[one.threshold]) for one in contenders}
+
+    monkeypatch.setattr(speed, "time_all", time_all)
+    setting = speed.Setting(257, 8, 8, "margin")
+    progress = PlainProgress(io.StringIO())
+    prompts = [[1, 2], [3, 4], [5, 6]]
+    never, half = speed.threshold_speeds(
+        trained.model, "kv_recompute", (1.0, 0.5), prompts, setting, progress
+    )
+    assert half == {"mode": "kv_recompute", "tokens_per_s": 0.5, "speed_up": 2.0}
+    assert never["speed_up"] == 1.0
+    unpaired = half["tokens_per_s"] * np.mean(seconds[1.0])
+    assert unpaired != pytest.approx(half["speed_up"])
+
+
+def test_leaving_early_is_faster_and_the_time_of_the_prompt_is_left_out(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that moves by layers run says what was timed, without noise."""
+    clock = [0.0]
+    run_layers = Transformer.run_layers
+
+    def counted(self: Transformer, hidden: Any, parts: Any, start: int, stop: int) -> Any:
+        clock[0] += stop - start
+        return run_layers(self, hidden, parts, start, stop)
+
+    monkeypatch.setattr(Transformer, "run_layers", counted)
+    monkeypatch.setattr(speed.time, "perf_counter", lambda: clock[0])
+    prompts = spread_prompts(np.arange(34).reshape(2, 17), 2)
+    setting = speed.Setting(257, 9, 8, "max_probability")
+    never, always = speed.threshold_speeds(
+        trained.model, "catch_up", (1.0, 0.0), prompts, setting, PlainProgress(io.StringIO())
+    )
+    assert never["speed_up"] == 1.0
+    assert never["tokens_per_s"] == pytest.approx(1 / 6)
+    assert always["speed_up"] > 1.5
+
+
+def test_prompts_are_spread_over_the_text() -> None:
+    windows = np.arange(40)[:, None] * 100 + np.arange(65)[None]
+    prompts = spread_prompts(windows, 4)
+    assert [prompt[0] for prompt in prompts] == [0, 1000, 2000, 3000]
+    assert prompts[1] == list(range(1000, 1016))
+    assert [prompt[0] for prompt in spread_prompts(windows[:2], 4)] == [0, 0, 100, 100]
+    assert spread_prompts(windows[:, :2], 4) == spread_prompts(windows, 0) == []
+
+
 def test_tables(trained: Trained, text: Path) -> None:
     quality, thresholds = evaluation_cells(evaluated(trained, text))
     assert [row[0] for row in quality.rows] == ["exit_2", "exit_4", "final"]
     assert len(thresholds.rows) == 21
     for cells in (quality, thresholds):
         assert {len(row) for row in cells.rows} == {len(cells.columns)}
+
+
+def test_what_was_measured_is_beside_its_prediction(timed: dict[str, Any]) -> None:
+    _, cells = evaluation_cells(timed)
+    at = cells.columns.index("catch_up")
+    assert cells.columns[at + 1] == "measured"
+    assert cells.columns.count("measured") == 1
+    for row, point in zip(cells.rows, timed["thresholds"], strict=True):
+        assert row[at] == f"{point['predicted']['catch_up']['speed_up']:.2f}"
+        assert row[at + 1] == f"{point['measured']['speed_up']:.2f}"
+    assert "measured: catch_up over full, median of 1 prompt" in cells.title
+    bare = timed | {"thresholds": [point | {"predicted": None} for point in timed["thresholds"]]}
+    _, cells = evaluation_cells(bare)
+    assert cells.columns[-1] == "measured"
+    assert "catch_up" not in cells.columns
+    unmeasured = [point | {"measured": None} for point in timed["thresholds"]]
+    _, cells = evaluation_cells(timed | {"thresholds": unmeasured, "speed": None})
+    assert "measured" not in cells.columns
+    assert {len(row) for row in cells.rows} == {len(cells.columns)}
 
 
 def test_user_errors(trained: Trained, text: Path, tmp_path: Path) -> None:
@@ -288,6 +386,7 @@ def test_user_errors(trained: Trained, text: Path, tmp_path: Path) -> None:
         (DataError, "made by another tokenizer", tmp_path / "wide", {}),
         (DecodeError, "confidence is 'luck'", text, {"confidence": "luck"}),
         (DecodeError, "max tokens is 0", text, {"max_tokens": 0}),
+        (DecodeError, "speed prompts is -1", text, {"speed_prompts": -1}),
         (FileError, "absent.yaml", text, {"profile": tmp_path / "absent.yaml"}),
     ]
     for error, message, data, options in cases:
