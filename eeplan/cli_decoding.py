@@ -104,14 +104,20 @@ def evaluate(
             "--speed-prompts", min=0, help="To decode at every threshold, for the real speed-up; 0: none."
         ),
     ] = 4,
+    figures: Annotated[
+        Path | None, typer.Option("--figures", metavar="FOLDER", help="Folder to draw figures into.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Judge every exit on held-out text; measure how often tokens could leave early, and how fast that is."""
     from eeplan.decode_views import evaluation_cells
+    from eeplan.files import require_writable_folder
     from eeplan.runtime.preflight import require_runtime
     from eeplan.views import table_of
 
     with work() as progress:
+        if figures is not None:
+            require_writable_folder(figures, "folder of figures")
         require_runtime()
         from eeplan.runtime.evaluate import evaluate as judge
 
@@ -126,4 +132,8 @@ def evaluate(
                 speed_prompts=speed_prompts,
                 progress=progress,
             )
+        if figures is not None:
+            from eeplan.report.figures.evaluation import write_figures
+
+            result["figures"] = [str(path) for path in write_figures(figures, result)]
     print_result(as_json, result, lambda: tuple(map(table_of, evaluation_cells(result))))

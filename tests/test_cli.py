@@ -46,16 +46,8 @@ SURFACE = {
         *("--dtype", "--pipeline-size", "--tensor-size"),
     },
     "evaluate": {
-        *(
-            "checkpoint",
-            "--data",
-            "--usage-out",
-            "--profile",
-            "--confidence",
-            "--max-tokens",
-            "--speed-prompts",
-            "--json",
-        ),
+        *("checkpoint", "--data", "--usage-out", "--profile", "--confidence", "--max-tokens"),
+        *("--speed-prompts", "--figures", "--json"),
     },
     "data build": {"inputs", "--output", "-o", "--tokenizer", "--vocab-size", "--json"},
     "doctor": {"--json"},

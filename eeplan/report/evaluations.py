@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,6 +46,19 @@ class ExitWorth(_Record):
     reliability: tuple[ReliabilityBin, ...]
 
 
+class Speed(_Record):
+    """Of decoding one sequence."""
+
+    speed_up: Annotated[float, Field(gt=0.0)]
+    """Over ``full``."""
+
+
+class MeasuredSpeed(Speed):
+    """Of one mode."""
+
+    mode: str
+
+
 class ThresholdWorth(_Record):
     """What is emitted when tokens leave at one threshold."""
 
@@ -55,16 +68,24 @@ class ThresholdWorth(_Record):
     mean_depth: float
     accuracy: Share
     agreement_with_final: Share
+    predicted: dict[str, Speed] | None = None
+    """By mode; only ``eeplan evaluate`` predicts and measures speed."""
+    measured: MeasuredSpeed | None = None
 
 
-class Evaluation(_Record):
+class Worth(_Record):
+    """What a model's exits are worth, and what tokens that leave at them give."""
+
+    num_tokens: PositiveInt
+    exits: dict[str, ExitWorth]
+    thresholds: Annotated[tuple[ThresholdWorth, ...], Field(min_length=1)]
+
+
+class Evaluation(Worth):
     """``evaluation.json``."""
 
     iteration: int
     source: str
-    num_tokens: PositiveInt
-    exits: dict[str, ExitWorth]
-    thresholds: Annotated[tuple[ThresholdWorth, ...], Field(min_length=1)]
 
 
 class DecodeRun(_Record):
@@ -109,6 +130,16 @@ def read_evaluation(path: Path, names: Sequence[str]) -> Evaluation | None:
                 f"for {len(names)} exits; train again"
             )
     return found
+
+
+def judged(result: Mapping[str, Any]) -> Worth:
+    """What ``eeplan evaluate --json`` prints, in the form of training's own evaluation.
+
+    Raises:
+        SchemaError: it breaks its format.
+    """
+    exits = {one["name"]: one for one in result["exits"]}
+    return validate({**result, "exits": exits}, Worth, "result of an evaluation")
 
 
 def read_decode_bench(path: Path) -> DecodeBench | None:

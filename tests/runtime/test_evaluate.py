@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from decode_cases import with_decode_costs
 from small_data import build_small, numbered_texts, wide_tokenizer
 from torch.nn.functional import cross_entropy
 
+from eeplan.cli import main
 from eeplan.console import PlainProgress
 from eeplan.decode_speed import Timing
 from eeplan.decode_views import evaluation_cells
@@ -318,6 +320,25 @@ def test_the_real_speed_up_is_a_ratio_of_the_same_rounds(
     assert unpaired != pytest.approx(half["speed_up"])
 
 
+def test_thresholds_are_held_against_a_full_run_of_their_own_time(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that becomes slower from group to group; one run of ``full`` for all would show that."""
+    slower = iter([1.0, 2.0, 4.0])
+
+    def time_all(model: Any, contenders: Any, prompts: Any, setting: Any, **_: Any) -> dict[Any, Timing]:
+        now = next(slower)
+        return {one: Timing(token_s=[now * (6.0 if one.mode == "full" else 3.0)]) for one in contenders}
+
+    monkeypatch.setattr(speed, "time_all", time_all)
+    setting = speed.Setting(257, 8, 8, "margin")
+    found = speed.threshold_speeds(
+        trained.model, "catch_up", THRESHOLDS, [[1]], setting, PlainProgress(io.StringIO())
+    )
+    assert [one["speed_up"] for one in found] == [2.0] * 21
+    assert found[0]["tokens_per_s"] == 4 * found[-1]["tokens_per_s"]
+
+
 def test_leaving_early_is_faster_and_the_time_of_the_prompt_is_left_out(
     trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -375,6 +396,27 @@ def test_what_was_measured_is_beside_its_prediction(timed: dict[str, Any]) -> No
     _, cells = evaluation_cells(timed | {"thresholds": unmeasured, "speed": None})
     assert "measured" not in cells.columns
     assert {len(row) for row in cells.rows} == {len(cells.columns)}
+
+
+def test_figures_on_the_command_line(
+    trained: Trained, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder that cannot be made is refused first of all, even before a checkpoint that is not there."""
+    folder = tmp_path / "new" / "figures"
+    options = ["--data", str(text), "--speed-prompts", "0", "--json", "--figures"]
+    assert main(["evaluate", str(trained.folder), *options, str(folder)]) == 0
+    names = ["reliability.png", "speed.png", "usage.png"]
+    assert sorted(json.loads(capsys.readouterr().out)["figures"]) == [str(folder / name) for name in names]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    absent = ["evaluate", str(tmp_path / "absent"), *options]
+    assert main([*absent, str(text / "figures")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "folder of figures" in line
+    assert main([*absent, str(tmp_path / "other")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "folder of figures" not in line
+    assert "absent" in line
+    assert not (tmp_path / "other").exists()
 
 
 def test_user_errors(trained: Trained, text: Path, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def speed_figure(result: Mapping[str, Any]) -> Figure:
         for axes, batch in zip(panels, batches, strict=True):
             runs = [run for run in result["runs"] if run["batch"] == batch]
             for row, run in enumerate(runs):
-                colour = _colour(run["mode"])
+                colour = mode_colour(run["mode"])
                 predicted = run["predicted_tokens_per_s"]
                 if predicted is not None:
                     axes.barh(row - 0.2, predicted, 0.36, **predicted_fill(colour))
@@ -75,7 +75,7 @@ def trade_figure(result: Mapping[str, Any]) -> Figure:
             axes.plot(
                 [100 * run["agreement_with_full"] for run in mine],
                 [run["tokens_per_s"] / full for run in mine],
-                marker="o", markersize=4.5, linewidth=1.1, color=_colour(mode), label=mode,
+                marker="o", markersize=4.5, linewidth=1.1, color=mode_colour(mode), label=mode,
             )  # fmt: skip
             for run in mine if mode in ("catch_up", "pipeline") else []:
                 axes.annotate(
@@ -118,5 +118,6 @@ def _number(threshold: float | Sequence[float]) -> float:
     return threshold if isinstance(threshold, int | float) else sum(threshold) / len(threshold)
 
 
-def _colour(mode: str) -> str:
+def mode_colour(mode: str) -> str:
+    """One hue for each mode with early exits."""
     return exit_colours(_MODES).get(mode, INK if mode == "full" else MUTED)

@@ -8,26 +8,26 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from eeplan.report.evaluations import Evaluation
+from eeplan.report.evaluations import Worth
 from eeplan.report.palette import INK, MUTED, PAPER, exit_colours
 from eeplan.report.style import HALF_WIDTH_IN, house_style, legend_above, new_figure
 
 _HEIGHT_IN = 3.6
 
 
-def usage_figure(evaluation: Evaluation, names: Sequence[str], threshold: float, caption: str) -> Figure:
+def usage_figure(worth: Worth, names: Sequence[str], threshold: float, caption: str) -> Figure:
     """Share of tokens that leave at each exit by threshold, stacked, and agreement with the full model.
 
     Args:
         names: of the exits by depth, the final one last.
         threshold: that the plan decodes with, marked.
     """
-    points = sorted(evaluation.thresholds, key=lambda point: point.threshold)
+    points = sorted(worth.thresholds, key=lambda point: point.threshold)
     at = [point.threshold for point in points]
     colours = exit_colours(names)
     with house_style():
         figure = new_figure(
-            HALF_WIDTH_IN, _HEIGHT_IN, f"Where {evaluation.num_tokens:,} tokens leave, by threshold", caption
+            HALF_WIDTH_IN, _HEIGHT_IN, f"Where {worth.num_tokens:,} tokens leave, by threshold", caption
         )
         axes = figure.add_subplot()
         below = [0.0] * len(points)
@@ -39,7 +39,8 @@ def usage_figure(evaluation: Evaluation, names: Sequence[str], threshold: float,
         agreement = [point.agreement_with_final for point in points]
         axes.plot(at, agreement, color=INK, linewidth=1.6, gid="agreement")
         axes.axvline(threshold, color=MUTED, linestyle=":", linewidth=1, gid="threshold")
-        axes.text(threshold, 1.0, f" plan: {threshold:g}", fontsize=7.5, color=MUTED, va="top")
+        # Half way up, between the shares below and the agreement above.
+        axes.text(threshold, 0.5, f" plan: {threshold:g}", fontsize=7.5, color=MUTED, va="center")
         axes.set_xlim(0, 1)
         axes.set_ylim(0, 1.02)
         axes.grid(axis="y")
@@ -51,7 +52,7 @@ def usage_figure(evaluation: Evaluation, names: Sequence[str], threshold: float,
     return figure
 
 
-def reliability_figure(evaluation: Evaluation, names: Sequence[str], caption: str) -> Figure:
+def reliability_figure(worth: Worth, names: Sequence[str], caption: str) -> Figure:
     """How often each exit is right, by the probability that it gives; on the diagonal if that can be trusted.
 
     Bins with more tokens have larger marks (Guo et al. 2017, 2).
@@ -59,22 +60,22 @@ def reliability_figure(evaluation: Evaluation, names: Sequence[str], caption: st
     colours = exit_colours(names)
     with house_style():
         figure = new_figure(
-            HALF_WIDTH_IN, _HEIGHT_IN, f"Calibration of every exit, {evaluation.num_tokens:,} tokens", caption
+            HALF_WIDTH_IN, _HEIGHT_IN, f"Calibration of every exit, {worth.num_tokens:,} tokens", caption
         )
         axes = figure.add_subplot()
         axes.plot([0, 1], [0, 1], color=MUTED, linestyle="--", linewidth=1, gid="diagonal")
         handles = []
         for name in names:
-            worth = evaluation.exits[name]
-            x = [one.mean_probability for one in worth.reliability]
-            y = [one.accuracy for one in worth.reliability]
-            sizes = [6 + 60 * one.tokens / evaluation.num_tokens for one in worth.reliability]
+            head = worth.exits[name]
+            x = [one.mean_probability for one in head.reliability]
+            y = [one.accuracy for one in head.reliability]
+            sizes = [6 + 60 * one.tokens / worth.num_tokens for one in head.reliability]
             axes.plot(x, y, color=colours[name], linewidth=1.2, gid=f"line-{name}")
             marks = axes.scatter(
                 x, y, s=sizes, color=colours[name], edgecolors=PAPER, linewidths=0.5, zorder=3
             )
             marks.set_gid(f"bins-{name}")
-            text = f"{name} ({worth.calibration_error:.3f})"
+            text = f"{name} ({head.calibration_error:.3f})"
             handles.append(Line2D([], [], color=colours[name], marker="o", markersize=4, label=text))
         axes.set_xlim(0, 1)
         axes.set_ylim(0, 1)
