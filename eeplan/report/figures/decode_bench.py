@@ -53,8 +53,7 @@ def speed_figure(result: Mapping[str, Any]) -> Figure:
                 axes.barh(row + 0.2, run["tokens_per_s"], 0.36, **measured_fill(colour))
             axes.set_yticks(range(len(runs)), [_name(run) for run in runs], fontsize=7)
             axes.invert_yaxis()
-            axes.set_xlabel("tokens/s")
-            axes.set_title(f"batch {batch}", loc="left", fontsize=8.5)
+            axes.set_xlabel(f"tokens/s, batch {batch}")
             axes.grid(axis="x")
         fills = {"predicted": predicted_fill(MUTED), "measured": measured_fill(MUTED)}
         legend_above(panels[0], [Patch(label=name, **fill) for name, fill in fills.items()])
