@@ -44,6 +44,7 @@ __all__ = [
     "build_dataset",
     "build_from_texts",
     "check_data",
+    "dataset_of_file",
     "part_documents",
     "read_summary",
 ]
@@ -60,6 +61,25 @@ _GROUP_CHARS = 1 << 22
 class _Document:
     text: str
     input_bytes: int
+
+
+@contextlib.contextmanager
+def dataset_of_file(path: Path, tokenizer: Tokenizer) -> Iterator[tuple[Path, DataSummary]]:
+    """Prefix and summary of a dataset that a text file is made into for the body, and that is gone after it.
+
+    For commands that take either: a prefix whose summary is there needs none of this.
+
+    Raises:
+        DataError: no such file; what :func:`build_dataset` raises.
+    """
+    if not path.is_file():
+        raise DataError(
+            f"{path} is no text file, and no dataset's prefix, as {DataFiles(path).summary} is not there; "
+            "give one of both"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        prefix = Path(folder) / "text"
+        yield prefix, build_dataset([path], prefix, tokenizer)
 
 
 def build_dataset(

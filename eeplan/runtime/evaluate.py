@@ -11,7 +11,6 @@ Shape suffixes: S sequence, B batch, H hidden, V vocabulary, E exits, N = S x B 
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from eeplan.files import require_writable_file
 from eeplan.plan import Plan
 from eeplan.profile import OpProfile, load_profile
 from eeplan.runtime.checkpoint import load_model, load_tokenizer_path, resolve
-from eeplan.runtime.data import build_dataset
+from eeplan.runtime.data import dataset_of_file
 from eeplan.runtime.dataset_files import DataFiles, part_documents, read_summary
 from eeplan.runtime.decode.generate import this_process
 from eeplan.runtime.decode.policy import CONFIDENCE_KINDS, ConfidenceKind
@@ -155,14 +154,7 @@ def held_out(data: Path, run: RunSpec, tokenizer: Tokenizer, max_tokens: int) ->
     """
     if DataFiles(data).summary.is_file():
         return _from_prefix(data, run, tokenizer, max_tokens)
-    if not data.is_file():
-        raise DataError(
-            f"{data} is no text file, and no dataset's prefix, as {DataFiles(data).summary} is not there; "
-            "give one of both"
-        )
-    with tempfile.TemporaryDirectory() as folder:
-        prefix = Path(folder) / "text"
-        summary = build_dataset([data], prefix, tokenizer)
+    with dataset_of_file(data, tokenizer) as (prefix, summary):
         stream = _tokens(prefix, range(summary.documents), max_tokens + 1)
     return HeldOut(_windows(stream, run.training.seq_length, data), f"file {data.name}")
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from eeplan.console import Progress
 from eeplan.errors import CheckpointError, DataError, DecodeError
 from eeplan.plan import Plan
 from eeplan.runtime.checkpoint import load_model, usable
-from eeplan.runtime.data import build_dataset
+from eeplan.runtime.data import dataset_of_file
 from eeplan.runtime.dataset_files import DataFiles
 from eeplan.runtime.decode.certificate import Certificate, Selection, TestedSetting, Unit, store_certificate
 from eeplan.runtime.decode.generate import this_process
@@ -324,14 +323,7 @@ def _documents(
     if DataFiles(data).summary.is_file():
         chosen, sentence = held_out_documents(data, plan.run, tokenizer)
         return list(_read(data, rng.permutation(np.asarray(chosen)).tolist())), sentence
-    if not data.is_file():
-        raise DataError(
-            f"{data} is no text file, and no dataset's prefix, as {DataFiles(data).summary} is not there; "
-            "give one of both"
-        )
-    with tempfile.TemporaryDirectory() as folder:
-        prefix = Path(folder) / "text"
-        summary = build_dataset([data], prefix, tokenizer)
+    with dataset_of_file(data, tokenizer) as (prefix, summary):
         return list(_read(prefix, rng.permutation(summary.documents).tolist())), f"file {data.name}"
 
 

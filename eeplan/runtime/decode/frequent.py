@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eeplan.errors import DataError, DecodeError
-from eeplan.runtime.data import build_dataset
+from eeplan.runtime.data import dataset_of_file
 from eeplan.runtime.dataset_files import DataFiles, read_summary
 from eeplan.runtime.decode.policy import Candidates, candidates_of
 from eeplan.runtime.tokenizer import Tokenizer
@@ -98,14 +97,7 @@ def _shares(data: Path, tokenizer: Tokenizer) -> NDArray[np.float64]:
     """Share of each token in a dataset or a text file."""
     if DataFiles(data).summary.is_file():
         return _of_dataset(data, tokenizer)
-    if not data.is_file():
-        raise DataError(
-            f"{data} is no text file, and no dataset's prefix, as {DataFiles(data).summary} is not there; "
-            "give one of both"
-        )
-    with tempfile.TemporaryDirectory() as folder:
-        prefix = Path(folder) / "text"
-        build_dataset([data], prefix, tokenizer)
+    with dataset_of_file(data, tokenizer) as (prefix, _):
         return _of_dataset(prefix, tokenizer)
 
 
