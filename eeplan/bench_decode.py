@@ -149,12 +149,9 @@ class Predictor:
 
     def _shares(self, exits: Counter[str]) -> tuple[float, ...]:
         """Of tokens by exit as they were counted, the final one last."""
-        early = [exits[f"exit_{depth}"] / exits.total() for depth in sorted(self._depths)]
+        depths = sorted(one.depth for one in self.plan.exits)
+        early = [exits[f"exit_{depth}"] / exits.total() for depth in depths]
         return (*early, 1.0 - sum(early))
-
-    @property
-    def _depths(self) -> list[int]:
-        return [one.depth for one in self.plan.exits]
 
     def _was_measured(self, processes: int) -> bool:
         """Whether decode steps were timed with so many processes at once."""
